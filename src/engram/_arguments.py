@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 import torch
 from typing_extensions import Self
 
+from engram import _forms as forms
+
 _MOST_VALUES = 4096  # of a tensor that is kept
+_DEEPEST = 30  # of arguments in arguments
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -18,20 +22,24 @@ _PLAIN = (type(None), bool, int, float, str)
 #: lock, and gives slots where a storage has one dimension. None of this is guaranteed for a class that a user derives
 #: from one.
 BUILT_IN: set[type] = set()
+_NEVER_SAVED: dict[type, tuple[str, int]] = {}
 
 
 class KeepsArguments:
     """A base whose own classes remember the constructor's arguments as far as they can be saved.
 
-    Functions and other objects are not kept, only what they were.
+    Functions and other objects are not kept, only what they were; nor is the argument `never_saved`, its name and
+    place, which only a program may choose, and no file.
     """
 
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
-    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, built_in: bool = False, never_saved: tuple[str, int] | None = None, **kwargs: Any):
         super().__init_subclass__(**kwargs)
         if built_in:
             BUILT_IN.add(cls)
+        if never_saved is not None:
+            _NEVER_SAVED[cls] = never_saved
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
@@ -95,7 +103,7 @@ def restored(saved: Any, kinds: dict[str, Any]) -> Any:
     """The part that a description describes.
 
     Args:
-        saved: what `describe` returned.
+        saved: what `describe` returned, in the form of `DESCRIPTION`.
         kinds: the classes that may be made, by name.
 
     Raises:
@@ -107,9 +115,13 @@ def restored(saved: Any, kinds: dict[str, Any]) -> Any:
     try:
         args = [_value(value, kinds) for value in arguments["args"]]
         kwargs = {name: _value(value, kinds) for name, value in arguments["kwargs"].items()}
-        return kinds[kind](*args, **kwargs)
     except MissingPartError as error:
         raise MissingPartError(f"{kind}, which was made with {error}") from None
+    name, place = _NEVER_SAVED.get(kinds[kind], (None, len(args)))
+    if name in kwargs or len(args) > place:
+        raise MissingPartError(f"{kind}, which was made with {name}=")
+    try:
+        return kinds[kind](*args, **kwargs)
     except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
         raise MissingPartError(f"{kind}, whose saved arguments are refused here ({error})") from error
 
@@ -126,4 +138,39 @@ def _value(saved: Any, kinds: dict[str, Any]) -> Any:
         return {key: _value(member, kinds) for key, member in value.items()}
     if of == "part":
         return restored(value, kinds)
-    raise MissingPartError(str(value))
+    raise MissingPartError(value)
+
+
+def _saved_value(value: Any, depth: int = 0) -> None:
+    """The form of what `_saved` returns."""
+    if type(value) in _PLAIN:
+        return
+    if isinstance(value, torch.Tensor):
+        forms.tensor()(value)
+        if value.numel() > _MOST_VALUES:
+            raise forms.WrongFormError(list(value.shape), f"the shape of {_MOST_VALUES} values or fewer")
+        return
+    if depth > _DEEPEST:
+        raise forms.WrongFormError(value, f"nested at most {_DEEPEST} deep")
+    below = functools.partial(_saved_value, depth=depth + 1)
+    if type(value) in (list, tuple):
+        forms.list_of(below)(value)
+        return
+    forms.record({"of": forms.one_of("dtype", "part", "missing", "dict"), "value": forms.anything})(value)
+    of: dict[str, forms.Form] = {
+        "dtype": forms.one_of(*_DTYPES),
+        "part": functools.partial(_description, depth=depth + 1),
+        "missing": forms.text,
+        "dict": forms.mapping_of(below),
+    }
+    forms.record({"value": of[value["of"]]})(value)
+
+
+def _description(value: Any, depth: int = 0) -> None:
+    below = functools.partial(_saved_value, depth=depth)
+    arguments = forms.record({"args": forms.list_of(below), "kwargs": forms.mapping_of(below)})
+    forms.record({"kind": forms.text, "arguments": forms.nullable(arguments)})(value)
+
+
+#: The form of what `describe` returns.
+DESCRIPTION: forms.Form = _description

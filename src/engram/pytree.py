@@ -41,6 +41,7 @@ KeyPath = tuple[Any, ...]  # of any leaf: strings, integers for members of lists
 _MAX_DEPTH = 100
 # Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+_NODES = ("leaf", "td", "stack", "dict", "list", "tuple", "constant")
 
 
 # ---- what is it? ----
@@ -852,26 +853,27 @@ class TreeSpec:
 
     @classmethod
     def from_json(cls, state: dict[str, Any], depth: int = 0) -> TreeSpec:
-        """Reads what `to_json` wrote; ValueError, KeyError, TypeError or AttributeError where it is not that."""
-        kind = state["kind"]
-        if kind not in ("leaf", "td", "stack", "dict", "list", "tuple", "constant"):
-            raise ValueError(
-                f"a layout has nodes of the kinds leaf, td, stack, dict, list, tuple and constant; found {kind!r}"
-            )
+        """Reads what `to_json` wrote; ValueError where it is something else that JSON can be."""
+        kind = state.get("kind") if isinstance(state, dict) else None
+        if kind not in _NODES:
+            raise ValueError(f"a layout has nodes of the kinds {', '.join(_NODES)}; found {kind!r:.80}")
         if depth > _MAX_DEPTH:
             raise ValueError(f"a layout has a form of at most {_MAX_DEPTH} levels")
-        children = tuple(map(functools.partial(cls.from_json, depth=depth + 1), state.get("children", ())))
-        keys, leaf, batch = tuple(state.get("keys", ())), state.get("leaf", -1), tuple(state.get("batch", ()))
-        has_keys = kind in ("td", "dict")
+        saved: dict[str, Any] = {"children": (), "keys": (), "leaf": -1, "batch": (), "dim": None, **state}
+        below, keys, leaf, batch, dim = (saved[name] for name in ("children", "keys", "leaf", "batch", "dim"))
+        key_types = {str, int} if kind == "dict" else {str}
+        if not {type(below), type(keys), type(batch)} <= {list, tuple} or not {*map(type, keys)} <= key_types:
+            raise ValueError(f"a {kind} of a layout has the keys {keys!r:.80} and the sizes {batch!r:.80}")
+        if {*map(type, (leaf, *batch))} != {int} or min(leaf + 1, *batch, 0) < 0:
+            raise ValueError(f"a {kind} of a layout has the number {leaf!r:.80}, the sizes {batch!r:.80}")
+        children = tuple(map(functools.partial(cls.from_json, depth=depth + 1), below))
+        keys, batch, has_keys = tuple(keys), tuple(batch), kind in ("td", "dict")
         fits = len(keys) == (len(children) if has_keys else 0) and len(set(keys)) == len(keys)
         if not fits or (children and kind in ("leaf", "constant")):
             raise ValueError(f"a {kind} of a layout has the keys {keys[:9]} for {len(children)} entries")
-        sizes = (leaf + 1, *batch)
-        key_types = {str, int} if kind == "dict" else {str}
-        if not {*map(type, keys)} <= key_types or {*map(type, sizes)} != {int} or min(sizes) < 0:
-            raise ValueError(f"a {kind} of a layout has the keys {keys[:9]}, the number {leaf!r}, the sizes {batch!r}")
-        dim = state["dim"] if kind == "stack" else 0
-        if kind == "stack":
+        if kind != "stack":
+            dim = 0
+        else:
             fits = type(dim) is int and 0 <= dim < len(batch) and batch[dim] == len(children) > 0
             within = (*batch[:dim], *batch[dim + 1 :]) if fits else ()
             if not fits or any(c.kind not in ("td", "stack") or c.batch != within for c in children):

@@ -382,10 +382,10 @@ def test_vectorised_environments_resume_too(mode):
     [
         ({"frames": -1}, "'frames' of 0 or more"),
         ({"trajectories": "many"}, "'trajectories' of 0 or more"),
-        ({"episodes": None}, "'episodes'"),
+        ({"episodes": None}, "episodes in a collector's state"),
         ({"policy_state_dict": {"weight": torch.zeros(3, 3), "bias": torch.zeros(3)}}, "not this collector's"),
         ({"env_random_state": [1]}, "list of as many random states"),
-        ({"env_random_state": [{}, {}]}, "a random state is a dict"),
+        ({"env_random_state": [{}, {}]}, "a random state is .* a dict"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change, message):

@@ -140,14 +140,17 @@ OTHERS = {
     "shape": (of_worker(1, policy_state_dict={"module.weight": torch.zeros(3)}), r"worker 1: .*not this collector's"),
     "no tensor": (of_worker(1, policy_state_dict={"module.weight": "heavy"}), r"worker 1: .*'module.weight'"),
     "counter": (of_worker(1, stepped=None), r"worker 1: .*'stepped' of 0 or more, got None"),
-    "episodes": (of_worker(1, episodes={}), r"worker 1: .*'episodes'"),
-    "lists": (of_worker(1, episodes={"count": 1, "returns": 2.0, "lengths": 3}), "worker 1: .*lists 'returns'"),
-    "random numbers": (of_worker(1, env_random_state=[1, 2]), "worker 1: .*a random state is a dict"),
+    "episodes": (of_worker(1, episodes={}), "worker 1: .*episodes in a collector's state"),
+    "lists": (
+        of_worker(1, episodes={"count": 1, "returns": 2.0, "lengths": 3}),
+        "worker 1: .*episodes.returns in",
+    ),
+    "random numbers": (of_worker(1, env_random_state=[1, 2]), "worker 1: .*a random state is .* a dict"),
     "too many": (of_worker(1, env_random_state=[1, 2, 3]), "worker 1: .*SerialEnv of 2 takes a list"),
     "no part": (lambda state: {**state, "workers": [state["workers"][0], None]}, "worker 1: .*is a dict, got NoneType"),
     "one worker": (lambda state: {**state, "workers": state["workers"][:1]}, "of 1 workers, and this collector has 2"),
     "frames": (lambda state: {**state, "frames": -1}, "'frames' of 0 or more, got -1"),
-    "all episodes": (lambda state: {**state, "episodes": {"count": 1}}, "'episodes'"),
+    "all episodes": (lambda state: {**state, "episodes": {"count": 1}}, "episodes in a collector's state"),
     "nothing": (lambda state: {}, "'workers'"),
     "no state": (lambda state: None, "is a dict, got NoneType"),
 }
@@ -176,7 +179,7 @@ def test_no_batch_is_lost_by_a_state_that_is_refused():
         rows = {}
         for _ in range(8):
             batch = collector.rollout()
-            with pytest.raises(ValueError, match="worker 1: a random state is a dict"):
+            with pytest.raises(ValueError, match=r"worker 1: a random state is .* a dict"):
                 collector.load_state_dict(state)
             for step in batch:
                 rows.setdefault(int(step["collector", "traj_ids"]), []).append(step)

@@ -562,12 +562,12 @@ class _HookedLoad(_Load):
             content = _as_class(content, sink.row_layout()) if self._class else content
             rows = self._fit_rows(content, sequences, self._saved, sink)
             return functools.partial(_write_rows, sink, rows, self._counters, self._order.oldest)
-        sequences = [0] * Counters(self._counters).rows if sequences is None else sequences
-        try:
-            check_sequences(sequences, Counters(self._counters).rows)
-        except (ValueError, TypeError) as error:
-            raise self._reader.malformed(f"{_TEXT}: {error}") from error
         items = self._fit_items(content, self._counters, self._order, sink)
+        sequences = [0] * len(items) if sequences is None else sequences
+        try:
+            check_sequences(sequences, len(items))
+        except ValueError as error:
+            raise self._reader.malformed(f"{_TEXT}: {error}") from error
         return functools.partial(sink.restore_items, items, self._counters, sequences)
 
     def _row_sequences(self, sequences: Any) -> Tensor | None:

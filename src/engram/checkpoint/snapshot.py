@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
+from engram import _forms as forms
 from engram.checkpoint.directory import to_json
 from engram.checkpoint.encoding import CODECS, EncodedArrays, Encoder, decode
 from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
@@ -17,8 +18,6 @@ from engram.checkpoint.writer import SnapshotWriter, saving
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.store.layout import MalformedLayoutError
 
-# Errors that a state which no part of engram's has made can cause where it is looked at.
-_MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RuntimeError)
 _COMPONENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,239}", re.ASCII)  # that can be a file's
 
 
@@ -66,6 +65,12 @@ class SavedPart(Protocol):
 
     def differences(self, state: Any) -> list[str]: ...
 
+    def load(self, state: Any) -> None: ...
+
+
+#: The state of a part as a checkpoint has it, with the name that it is saved under where it has one.
+PART = forms.record({"state": forms.anything}, {"kind": forms.nullable(forms.text)})
+
 
 def save_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
     """Saves the state of one part as a snapshot of its own, as `save_snapshot` does."""
@@ -81,24 +86,30 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
     """
     with open_snapshot(path) as saved:
         body = saved.component(name)
-        with as_damage(saved.malformed, "such a part") if part.is_ours else nullcontext():
-            kind, state = body["kind"], body["state"]
+        with as_damage(saved.malformed, "such a part", part.is_ours):
+            forms.check(PART, body, f"the {name}")
+            kind, state = body.get("kind"), body["state"]
             different = [f"a {part.kind} here, a {kind} there"] if kind != part.kind else part.differences(state)
-            if not different:
-                part.part.load_state_dict(state)
         if different:
             raise CheckpointMisfitError(f"{path} does not fit this {name}", different)
+        part.load(state)
 
 
 @contextmanager
-def as_damage(malformed: Callable[[str], Exception], owner: str) -> Iterator[None]:
-    """Around checks of a state whose checksums are right: impossible content is reported as damage."""
+def as_damage(malformed: Callable[[str], Exception], owner: str, is_ours: bool) -> Iterator[None]:
+    """Around a look at a state whose checksums are right: one that `owner` cannot have saved is reported as damage.
+
+    Args:
+        is_ours: whether the library's own classes alone look at it, which raise a ValueError for nothing else.
+    """
     try:
         yield
     except CheckpointError:
         raise
-    except _MALFORMED as error:
-        raise malformed(f"a state in it cannot be that of {owner} ({error!r})") from error
+    except ValueError as error:
+        if not is_ours and not isinstance(error, forms.WrongFormError):
+            raise
+        raise malformed(f"a state in it cannot be that of {owner}: {error}") from error
 
 
 @contextmanager

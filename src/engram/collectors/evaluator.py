@@ -17,6 +17,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
+from engram import _forms as forms
 from engram._advice import advised
 from engram._checks import attribute
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
@@ -292,7 +293,8 @@ class Evaluator:
         return {"evaluations": self._evaluations, "last_step": self._last_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on after a `state_dict`."""
+        """Goes on after a `state_dict`. Raises ValueError for anything else, and changes nothing."""
+        forms.check(_STATE, state_dict, "the state of an Evaluator")
         self._evaluations, self._last_step = state_dict["evaluations"], state_dict["last_step"]
 
     @staticmethod
@@ -319,6 +321,10 @@ class Evaluator:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+_STEP = forms.nullable(forms.integer(-forms.MOST_COUNTED))  # before the first one, as many as `every` back
+_STATE = forms.record({"evaluations": forms.integer(), "last_step": _STEP})
 
 
 class _Request:

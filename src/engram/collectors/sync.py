@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from engram import _forms as forms
 from engram._advice import advised
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
@@ -824,6 +825,10 @@ def _options(setting: bool | Mapping[str, Any]) -> Mapping[str, Any]:
     return setting if isinstance(setting, Mapping) else {}
 
 
+_NUMBERS = forms.list_of(forms.number)
+_EPISODES = forms.record({"count": forms.integer(), "returns": _NUMBERS, "lengths": _NUMBERS})
+
+
 def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
     """Raises ValueError for anything but a collector's state whose policy has the same entries as `policy_state`."""
     if not isinstance(state, Mapping):
@@ -831,14 +836,7 @@ def validate_state(state: Any, policy_state: Mapping[str, Any] | None) -> None:
     for key in COUNTERS:
         if not isinstance(state.get(key), int) or state[key] < 0:
             raise ValueError(f"a collector's state has a number {key!r} of 0 or more, got {state.get(key)!r}")
-    if not isinstance(state.get("episodes"), Mapping) or state["episodes"].keys() != {"count", "returns", "lengths"}:
-        raise ValueError(
-            f"a collector's state has 'episodes' with count, returns, lengths, got {state.get('episodes')!r}"
-        )
-    episodes = state["episodes"]
-    numbers = [episodes["count"], *_list_of(episodes, "returns"), *_list_of(episodes, "lengths")]
-    if wrong := [number for number in numbers if not isinstance(number, int | float)]:
-        raise ValueError(f"a collector's state has numbers in 'episodes', got {wrong[0]!r:.80}")
+    forms.check(forms.record({"episodes": _EPISODES}), dict(state), "a collector's state")
     shapes, allowed = shapes_of(state.get("policy_state_dict")), shapes_of(policy_state)
     if shapes != allowed:
         raise ValueError(
@@ -858,14 +856,6 @@ def validate_waiting(state: Mapping[str, Any], trajs_per_batch: int) -> None:
             f"{len(waiting['lengths'])} whole trajectories wait in the state for their batch, and would be lost here; "
             "make the collector with trajs_per_batch"
         )
-
-
-def _list_of(episodes: Mapping[str, Any], name: str) -> list[Any]:
-    if not isinstance(episodes[name], list | tuple):
-        raise ValueError(
-            f"a collector's state has lists 'returns' and 'lengths' in 'episodes', got {episodes[name]!r:.80}"
-        )
-    return list(episodes[name])
 
 
 class BufferWriter:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from engram import _forms as forms
 from engram._native import number_trajectories
 from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import mark_truncated
@@ -301,17 +302,25 @@ class TrajectoryAssembler:
         self._sorted_ids = self._ids[self._order]
 
 
+def _steps(value: Any) -> None:
+    """The form of steps: nested dicts of tensors."""
+    form = forms.mapping_of(_steps) if isinstance(value, dict) else forms.tensor()
+    form(value)
+
+
+_LENGTHS = forms.list_of(forms.integer(1, 1 << 40))
+_WAITING = forms.record({"lengths": _LENGTHS, "steps": forms.mapping_of(_steps)})
+
+
 def waiting_steps(state: Any) -> TensorDictBase:
     """The steps in a `TrajectoryAssembler.state_dict`. Raises ValueError for anything else."""
-    lengths, steps = (state.get("lengths"), state.get("steps")) if isinstance(state, Mapping) else (None, None)
-    are_lengths = isinstance(lengths, list) and all(type(n) is int and n > 0 for n in lengths)
-    if not isinstance(lengths, list) or not are_lengths or not isinstance(steps, Mapping):
-        raise ValueError(f"the waiting trajectories of a state are 'lengths' and 'steps', got {state!r:.200}")
+    forms.check(_WAITING, state, "the waiting trajectories of a state")
+    lengths, steps = state["lengths"], state["steps"]
     total = sum(lengths)
     try:
         rows = TensorDict.from_dict(dict(steps), batch_size=[total], auto_batch_size=False)
     except RuntimeError as error:
         raise ValueError(f"the waiting trajectories of a state have {total} steps: {error}") from None
-    if total and (rows.get(IDS, None) is None or rows.get(("next", "done"), None) is None):
+    if total and not all(isinstance(rows.get(key, None), torch.Tensor) for key in (IDS, ("next", "done"))):
         raise ValueError("the waiting trajectories of a state have no trajectory ids or no 'done'")
     return rows

@@ -77,7 +77,7 @@ class LeRobotInfo(NamedTuple):
         Raises:
             KeyError: the dataset has no video of this name.
         """
-        if self.features.get(feature, {}).get("dtype") != "video":
+        if self.features.get(feature, {}).get("dtype") != "video" or "/" in feature or feature in (".", ".."):
             raise KeyError(f"{self.folder} has no video {feature!r}")
         folder = self.folder / "videos" / feature / f"chunk-{int(chunk_index):03d}"
         return folder / f"file-{int(file_index):03d}.mp4"
@@ -338,6 +338,8 @@ class LeRobotReader:
 
 def _problem_of(path: KeyPath, said: Mapping[str, Any]) -> str | None:
     """Why a feature cannot be read."""
+    if said["dtype"] == "video" and "/" in ".".join(path):
+        return "a video whose name is none of a folder"
     if said["dtype"] not in (*_DTYPES, "video"):
         return f"whose dtype is {said['dtype']!r}: engram reads numbers and bools, and videos as references"
     if path in _FLAGS.values() and math.prod(said["shape"]) != 1:

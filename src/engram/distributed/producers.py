@@ -14,6 +14,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage
 from engram.errors import StorageError
 from engram.kernel.disk import DocumentFile
 from engram.kernel.rows import StreamEntry, StreamTable
+from engram.kernel.tools import forms
 
 _RECORD = "shard.json"
 STREAMS = "streams"  # the file of the table of streams, beside the store
@@ -71,6 +72,10 @@ def store_identity(storage: LazyTensorStorage | LazyMemmapStorage) -> tuple[str,
     return None if lanes is None else (lanes.store.store_id.hex(), lanes.store.incarnation)
 
 
+_STORE = forms.nullable(forms.fields(forms.text, forms.integer()))
+_DOCUMENT = forms.record({"incarnation": forms.integer(), "store": _STORE, "replaced": forms.integer()})
+
+
 @dataclasses.dataclass(frozen=True)
 class Record:
     """What a successor of the shard's process has to know, in a small file beside the table of streams."""
@@ -81,7 +86,8 @@ class Record:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> Record:
-        """The record of which `dataclasses.asdict` made this document."""
+        """The record of which `dataclasses.asdict` made this document; ValueError where it is none."""
+        forms.check(_DOCUMENT, state, "it")
         store = state["store"]
         return cls(state["incarnation"], None if store is None else (store[0], store[1]), state["replaced"])
 
@@ -140,7 +146,7 @@ class Producers:
             return None
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValueError as error:
             raise StorageError(
                 f"{path} is damaged: {error}. Without it the shard cannot tell whose rows it has; delete it, and "
                 "producers begin anew"

@@ -18,6 +18,7 @@ from engram.errors import CheckpointMisfitError
 from engram.kernel.disk import Checkpoint, Counters
 from engram.kernel.replay import saved_storage
 from engram.kernel.rows import RowLayout
+from engram.kernel.tools import forms
 
 _BLOCK_BYTES = 16 << 20  # of rows that are copied together
 
@@ -50,6 +51,11 @@ class Run(NamedTuple):
     begins: bool
 
 
+_STORAGE = forms.record({"state": forms.record({"counters": forms.anything, "layout": forms.anything})})
+_SAMPLER = forms.record({"sampler": forms.record({"kind": forms.text})})
+_BODY = forms.record({"storage": _STORAGE, "components": _SAMPLER})
+
+
 def divide_saved(saved: Sequence[tuple[str, str]], shards: int) -> list[tuple[SavedPiece, ...]]:
     """What each of so many shards loads of a save, whose parts are folders and snapshots."""
     counts = [_saved_rows(*part) for part in saved]
@@ -69,9 +75,10 @@ def divide_saved(saved: Sequence[tuple[str, str]], shards: int) -> list[tuple[Sa
 def _saved_rows(folder: str, snapshot: str) -> int:
     with Checkpoint(folder).reading(snapshot) as reader:
         try:
+            forms.check(_BODY, reader.body, "its body")
             return Counters(reader.body["storage"]["state"]["counters"]).rows
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
+        except ValueError as error:
+            raise reader.malformed(f"its description of the rows is malformed: {error}") from error
 
 
 def check_piece(piece: SavedPiece, layout: RowLayout | None, sampler: Sampler) -> None:
@@ -84,10 +91,11 @@ def check_piece(piece: SavedPiece, layout: RowLayout | None, sampler: Sampler) -
     with Checkpoint(piece.folder).reading(piece.snapshot) as reader:
         reader.check()
         try:
+            forms.check(_BODY, reader.body, "its body")
             saved = RowLayout.from_json(reader.body["storage"]["state"]["layout"])
-            kind = str(reader.body["components"]["sampler"]["kind"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
+            kind = reader.body["components"]["sampler"]["kind"]
+        except ValueError as error:
+            raise reader.malformed(f"its description of the rows is malformed: {error}") from error
     differences = [] if layout is None else layout.differences(saved)
     if kind != type(sampler).__name__:
         differences.append(f"the sampler is a {type(sampler).__name__} here, a {kind} there")

@@ -16,6 +16,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._checks import attribute
 from engram._native import ended_envs
 from engram.envs.action_checks import ActionCheck
@@ -304,9 +305,10 @@ class GymEngine:
     def set_random_state(self, state: dict[str, Any]) -> None:
         """Sets the generator to a `random_state`. Raises ValueError for the state of another kind of generator."""
         validate_random_state(state, self.random_state())
-        self._seed = state["seed"]
         if state["generator"] is not None:
-            self.env.unwrapped.np_random.bit_generator.state = state["generator"]
+            generator = self.env.unwrapped.np_random.bit_generator
+            generator.state = _tried(generator, state["generator"])
+        self._seed = state["seed"]
 
     def reset(self) -> Any:
         """The first raw observation of a new episode."""
@@ -327,15 +329,36 @@ class GymEngine:
         return {leaf.key: leaf.codec.encode(leaf.value(raw)[None])[0].clone() for leaf in self.leaves}
 
 
+_GENERATOR = forms.nullable(forms.record({"bit_generator": forms.plain}))
+_SEED = forms.nullable(forms.integer(0, 1 << 128))
+
+
+def _seeds(value: Any) -> None:
+    """The form of a seed, or of one for each environment."""
+    form = forms.list_of(_SEED) if isinstance(value, list | tuple) else _SEED
+    form(value)
+
+
+_RANDOM_STATE = forms.record({"seed": _seeds, "generator": _GENERATOR})
+
+
 def validate_random_state(state: Any, present: dict[str, Any]) -> None:
     """Raises ValueError unless `state` is a random state of the same kind of generator as `present`."""
-    if not isinstance(state, dict) or state.keys() != present.keys():
-        raise ValueError(f"a random state is a dict with {sorted(present)}, got {state!r}")
+    forms.check(_RANDOM_STATE, state, "a random state")
     given, allowed = (s["generator"] and s["generator"]["bit_generator"] for s in (state, present))
     if given != allowed:
         raise ValueError(
             f"the state is of the generator {given}, and the environment's is {allowed}; use the same kind"
         )
+
+
+def _tried(generator: Any, state: Any) -> Any:
+    """A state of a NumPy bit generator, which another one of its kind has taken. ValueError: it does not take it."""
+    try:
+        type(generator)().state = state
+    except (TypeError, ValueError, KeyError, IndexError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"{forms.shown(state)} is no state of a {type(generator).__name__}: {error!r}") from None
+    return state
 
 
 def action_check(codec: SpaceCodec, batch_size: Sequence[int] = ()) -> ActionCheck:
@@ -506,9 +529,12 @@ class GymVectorEngine(VectorEngine):
     def set_random_state(self, state: dict[str, Any]) -> None:
         """Sets the generators to a `random_state`, for the next reset of all. ValueError: they are of another kind."""
         validate_random_state(state, self._random_state_now())
+        each = [generator.bit_generator for generator in self._generators()]
+        forms.check(forms.record({"each": forms.list_of(forms.anything, len(each))}), state["generator"], "generator")
+        states = [_tried(generator, one) for generator, one in zip(each, state["generator"]["each"], strict=True)]
+        for generator, one in zip(each, states, strict=True):
+            generator.state = one
         self._seed = state["seed"]
-        for generator, one in zip(self._generators(), state["generator"]["each"], strict=True):
-            generator.bit_generator.state = one
 
     def reset(self, mask: Array | None = None) -> Any:
         if mask is None:

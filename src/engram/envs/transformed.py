@@ -9,10 +9,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._advice import advised
 from engram._copies import PartlyCopied
 from engram.envs.base import EnvBase, own_next, own_reset
 from engram.envs.from_torchrl import as_env
+from engram.errors import CheckpointMisfitError
 from engram.pytree import Key
 from engram.specs import Spec
 from engram.specs.spaces import EncodedSpaces
@@ -311,17 +313,23 @@ class TransformedEnv(PartlyCopied, EnvBase):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Continues from a saved state.
 
-        Raises ValueError, which lists every difference, if it belongs to other transforms; nothing is changed then.
-        `strict` and `assign` are torch's, and have no effect.
+        Raises CheckpointMisfitError (a ValueError), which lists every difference, if it is that of other transforms, or
+        no such state; nothing is changed then. `strict` and `assign` are torch's, and have no effect.
         """
-        state = dict(state_dict)
-        if differences := self.differences(state):
-            raise ValueError("the state does not fit: " + "; ".join(differences))
+        try:
+            forms.check(_STATE, state_dict, "the state of a TransformedEnv")
+            state = dict(state_dict)
+            differences = self.differences(state)
+        except ValueError as error:
+            differences = [str(error)]
+        if differences:
+            raise CheckpointMisfitError("the state does not fit this environment", differences)
         Compose(*self._parts).load_state_dict(state)
         self._base.load_state_dict(state.get("base_env", {}))
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can."""
+        forms.check(_STATE, state, "the state of a TransformedEnv")
         differences, below = Compose(*self._parts).differences(state), state.get("base_env", {})
         if isinstance(self._base, TransformedEnv):
             return differences + self._base.differences(below)
@@ -339,6 +347,7 @@ class TransformedEnv(PartlyCopied, EnvBase):
         return f"TransformedEnv(\n    env={self._base!r},\n    transform={self.transform!r})"
 
 
+_STATE = forms.record({}, {"base_env": forms.record({})})
 _UNCHANGED_METHODS = (TransformedEnv._step, TransformedEnv._reset, TransformedEnv.step, TransformedEnv.reset)
 
 

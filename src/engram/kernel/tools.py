@@ -1,5 +1,6 @@
-"""Files, memory, texts and warnings, as everything here reads, measures and says them. Needs no torch."""
+"""Files, memory, forms, texts and warnings, as all read, measure, check and say them here. Needs no torch."""
 
+from engram import _forms as forms
 from engram._system import (
     check_memory,
     free_memory,
@@ -11,6 +12,7 @@ from engram._text import log, visible, warn_user
 
 __all__ = [
     "check_memory",
+    "forms",
     "free_memory",
     "human_bytes",
     "log",

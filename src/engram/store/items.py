@@ -15,6 +15,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram._copies import CopiedAsPlain
+from engram.errors import CheckpointMisfitError
 from engram.pytree import (
     KeyPath,
     as_tensor,
@@ -70,6 +71,17 @@ class ItemCodec(NamedTuple):
 
 def _itself(item: Any) -> Any:
     return item
+
+
+def _saved_items(items: list[Any], codec: ItemCodec) -> list[Any]:
+    """What is kept of items that were saved; CheckpointMisfitError where one is not taken."""
+    try:
+        if codec.check is not None:
+            for item in items:
+                codec.check(item)
+        return items if codec.keep is None else [codec.keep(item) for item in items]
+    except (TypeError, ValueError) as error:  # as items are refused that are written
+        raise CheckpointMisfitError("the saved items do not fit this storage", [str(error)]) from error
 
 
 #: Items are kept as copies of what was written.
@@ -453,7 +465,11 @@ class ItemTable(Table):
         return {"lane_capacity": self.max_size, "envs": 1, "lanes": self._lanes.saved_states()}
 
     def restore(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
-        """Replaces everything by what `items`, `counters` and `sequences` gave of a table; there is room for them."""
+        """Replaces everything by what `items`, `counters` and `sequences` gave of a table; there is room for them.
+
+        Raises:
+            CheckpointMisfitError: this table does not take such items; nothing is changed.
+        """
         lane, capacity = counters["lanes"][0], self._capacity
         # Sequences stay where the oldest item stays in its slot; else it gets sequence 0, in the first slot.
         oldest = lane["base"]
@@ -463,7 +479,7 @@ class ItemTable(Table):
         first = capacity - base % capacity
         by_slot = items[first:] + items[:first]
         packed = self._all_as_rows(by_slot)
-        by_slot = self._kept(by_slot, None) if packed is None else [ROW] * len(by_slot)
+        by_slot = _saved_items(by_slot, self.codec) if packed is None else [ROW] * len(by_slot)
         own = {(base + i) % capacity: sequence for i, sequence in enumerate(sequences) if sequence}
         self._take_over(by_slot, packed, own, lane, shift)
 

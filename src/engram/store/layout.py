@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 import engram._native as _native
+from engram import _forms as forms
 from engram import pytree
 from engram.pytree import KeyPath, TreeSpec
 from engram.store.row_form import following_paths, packed_offsets, stored_offsets
@@ -55,6 +56,16 @@ _DLPACK: dict[torch.dtype, tuple[int, int]] = {
 _DTYPES = {code: dtype for dtype, code in _DLPACK.items()}
 _MAX_ROW_BYTES = 1 << 40  # the native core counts in 64 bits
 _NAMES = {str(d).removeprefix("torch."): d for d in _DLPACK}
+_LEAF = forms.record(
+    {
+        "path": forms.list_of(forms.text_or_integer),
+        "dtype": forms.one_of(*_NAMES),
+        "shape": forms.list_of(forms.integer()),
+    }
+)
+_SAVED = forms.record(
+    {"root": forms.anything, "leaves": forms.list_of(_LEAF), "row_bytes": forms.integer()}, {"hidden": forms.plain}
+)
 
 
 _EXCHANGE_API = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # an older torch has none
@@ -378,18 +389,19 @@ class RowLayout:
     def from_json(cls, saved: dict[str, Any]) -> RowLayout:
         """Reads what `to_json` wrote; a ValueError where it is something else."""
         try:
-            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], _sizes(x["shape"])) for x in saved["leaves"]]
+            forms.check(_SAVED, saved, "a layout")
+            leaves = [LeafSpec(tuple(x["path"]), _NAMES[x["dtype"]], tuple(x["shape"])) for x in saved["leaves"]]
             root = TreeSpec.from_json(saved["root"])
             if not _belong_together(root, leaves) or _row_bytes(leaves) > _MAX_ROW_BYTES:
                 raise MalformedLayoutError("this is no row layout: its form and its leaves do not belong together")
             layout = cls(root, leaves, carries_sequence=_is_sequence(saved.get("hidden", [])))
         except MalformedLayoutError:
             raise
-        except (KeyError, TypeError, AttributeError, OverflowError, ValueError) as error:
-            raise MalformedLayoutError(f"this is no row layout: {error!r}") from error
-        if saved.get("row_bytes") != layout.payload_bytes:
+        except ValueError as error:
+            raise MalformedLayoutError(f"this is no row layout: {error}") from error
+        if saved["row_bytes"] != layout.payload_bytes:
             raise MalformedLayoutError(
-                f"the layout's leaves need {layout.payload_bytes} bytes, it says {saved.get('row_bytes')}"
+                f"the layout's leaves need {layout.payload_bytes} bytes, it says {saved['row_bytes']}"
             )
         return layout
 
@@ -625,12 +637,6 @@ def _is_sequence(hidden: Any) -> bool:
         f"this is no row layout that this engram knows: its rows have the hidden entries {hidden!r:.200}; if a newer "
         "engram wrote them, read them with that one"
     )
-
-
-def _sizes(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise MalformedLayoutError(f"this is no row layout: {shape!r} is no shape")
-    return tuple(shape)
 
 
 def _constant_differences(mine: dict[KeyPath, Any], theirs: dict[KeyPath, Any]) -> list[str]:

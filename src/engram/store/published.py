@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engram import _forms as forms
 from engram._system import open_regular
 
 _PREFIX, _SUFFIX = "learner-", ".json"
@@ -108,31 +109,26 @@ def _fresh(folder: Path) -> Iterator[LearnerStats]:
                 if status.st_mtime < time.time() - _FRESH or status.st_size > _MOST_BYTES:
                     continue
                 stats = _parsed(json.load(file))
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):  # it is gone, or none of ours
+        except (OSError, ValueError, RecursionError):  # it is gone, or none of ours
             continue
         yield stats
 
 
+_NUMBER = forms.nullable(forms.number)
+_NUMBERS = forms.list_of(forms.number)
+_BLOCK = forms.record(
+    {
+        "pid": forms.integer(), "time": forms.number, "sampler": forms.text, "batches": forms.integer(),
+        "batch_size": forms.nullable(forms.integer(1)), "rate": _NUMBER, "ratio": _NUMBER,
+        "ages": forms.nullable(_NUMBERS), "effective": _NUMBER, "rows": forms.integer(),
+        "priorities": forms.nullable(forms.fields(_NUMBERS, _NUMBERS)),
+    }
+)  # fmt: skip
+
+
 def _parsed(block: Any) -> LearnerStats:
-    """A block that was read; ValueError, TypeError or KeyError where it is malformed."""
-
-    def numbers(values: Any) -> list[float]:
-        return [float(value) for value in values]
-
-    def optional(name: str) -> float | None:
-        return None if block[name] is None else float(block[name])
-
+    """A block that was read; ValueError where it is malformed."""
+    forms.check(_BLOCK, block, "a block")
     histogram = block["priorities"]
-    return LearnerStats(
-        pid=int(block["pid"]),
-        time=float(block["time"]),
-        sampler=str(block["sampler"]),
-        batches=int(block["batches"]),
-        batch_size=None if block["batch_size"] is None else int(block["batch_size"]),
-        rate=optional("rate"),
-        ratio=optional("ratio"),
-        ages=None if block["ages"] is None else numbers(block["ages"]),
-        effective=optional("effective"),
-        rows=int(block["rows"]),
-        priorities=None if histogram is None else Histogram(numbers(histogram[0]), numbers(histogram[1])),
-    )
+    fields = {name: block[name] for name in LearnerStats._fields}
+    return LearnerStats(**{**fields, "priorities": None if histogram is None else Histogram(*histogram)})

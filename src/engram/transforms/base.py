@@ -16,9 +16,11 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
+from engram import _forms as forms
 from engram._advice import absent_member, advised
 from engram._arguments import BUILT_IN, KeepsArguments
 from engram._overrides import overrides
+from engram.errors import CheckpointMisfitError
 from engram.pytree import (
     Key,
     Keys,
@@ -907,7 +909,13 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
-        """Continues from a saved state; the other arguments are torch's, and have no effect."""
+        """Continues from a saved state; the other arguments are torch's, and have no effect.
+
+        Raises:
+            CheckpointMisfitError: it is no state of such a transform. Nothing is changed. It is a ValueError, too.
+        """
+        if type(self) in BUILT_IN and (not isinstance(state, dict) or state):
+            self._require_fit(state)
         if not self._has_tensors():
             self.set_extra_state(state)
             return
@@ -923,6 +931,19 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
                 like = {} if now is None else {"device": now.device, "dtype": now.dtype}
                 self._buffers[name] = None if value is None else value.to(**like, copy=True)
 
+    def _require_fit(self, state: Any) -> None:
+        """As `load_state_dict`, which changes nothing yet."""
+        try:
+            different = self._refusals(state)
+        except ValueError as error:
+            different = [str(error)]
+        if different:
+            raise CheckpointMisfitError(f"the state does not fit {self.kind}", different)
+
+    def _refusals(self, state: Any) -> list[str]:
+        """As `differences`, of a state that is loaded alone."""
+        return self.differences(state)
+
     def get_extra_state(self) -> dict[str, Any]:
         """The state besides parameters and buffers."""
         return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
@@ -933,7 +954,12 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             self._memory.load_state_dict(self._owner, state)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
-        """The reasons why a saved state cannot be loaded; empty if it can."""
+        """The reasons why a saved state cannot be loaded; empty if it can.
+
+        Raises:
+            ValueError: no such transform can have saved it.
+        """
+        forms.check(_STATE, state, f"the state of {self.kind}")
         memory = self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
         own = self._saved_tensors() if self._has_tensors() else {}
         later = {name for name, value in self._buffers.items() if value is None} - self._non_persistent_buffers_set
@@ -1161,7 +1187,8 @@ class AttributeMemory:
         self.holds_back = state.get("holds_back", False)
 
     def differences(self, owner: Any, who: str, state: dict[str, Any]) -> list[str]:
-        if names := _never_saved(state):
+        forms.check(_ATTRIBUTES, state, f"the state of {who}")
+        if names := [*_never_saved(state), *_methods_set(owner, state)]:
             return [f"the saved {who} sets {', '.join(names)}, which no state may set"]
         n = len(_namespaces(owner))
         fits = all(0 <= entry["place"] < n for entry in state.get("attributes", []))
@@ -1183,6 +1210,14 @@ def _namespaces(obj: Any) -> list[dict[str, Any]]:
 def _never_saved(state: dict[str, Any]) -> list[str]:
     """Names of attributes that hold an object's parts, such as modules, hooks, registered tensors."""
     return [entry["name"] for entry in state.get("attributes", []) if entry["name"] in _LEFT_OUT]
+
+
+def _methods_set(owner: Any, state: dict[str, Any]) -> list[str]:
+    """Names of attributes that would take the place of methods and properties."""
+    modules = owner.modules() if isinstance(owner, nn.Module) else (owner,)
+    members = [item for module in modules for kind in type(module).__mro__ for item in vars(kind).items()]
+    methods = {name for name, value in members if callable(value) or isinstance(value, property | cached_property)}
+    return [entry["name"] for entry in state.get("attributes", []) if entry["name"] in methods]
 
 
 def _names(space: dict[str, Any]) -> Iterator[str]:
@@ -1240,6 +1275,24 @@ def _packed(value: Any) -> dict[str, Any] | None:
     return None if None in entries.values() else {"entries": entries, "shape": list(value.batch_size)}
 
 
+def _saved_value(packed: Any) -> None:
+    """The form of what `_packed` returns."""
+    if isinstance(packed, dict) and "value" in packed:
+        _storable(packed["value"])
+        return
+    forms.record({"entries": forms.mapping_of(_saved_value), "shape": forms.list_of(forms.integer())})(packed)
+    try:
+        _unpacked(packed)
+    except (TypeError, ValueError, RuntimeError) as error:  # as TensorDict refuses entries
+        raise forms.WrongFormError(packed["entries"], f"entries of a TensorDict {packed['shape']}: {error}") from None
+
+
+def _storable(value: Any) -> None:
+    """The form of a value that `_is_plain` allows."""
+    if not _is_plain(value):
+        raise forms.WrongFormError(value, "a tensor, an array of numbers, a number, a string, None, or consist of such")
+
+
 def _unpacked(packed: dict[str, Any]) -> Any:
     if "value" in packed:
         return _content(packed["value"])
@@ -1253,3 +1306,8 @@ def _is_plain(value: Any) -> bool:
         return all(type(key) is str and _is_plain(one) for key, one in value.items())
     of_numbers = type(value) is np.ndarray and value.dtype.kind in "biufc"
     return of_numbers or type(value) in (type(None), bool, int, float, str, Tensor, torch.Size)
+
+
+_STATE = forms.record({}, {"parameters": forms.mapping_of(forms.tensor()), "buffers": forms.mapping_of(forms.tensor())})
+_ATTRIBUTE = forms.record({"place": forms.integer(), "name": forms.text, "value": _saved_value})
+_ATTRIBUTES = forms.record({}, {"attributes": forms.list_of(_ATTRIBUTE), "holds_back": forms.boolean})

@@ -10,7 +10,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 import engram._native as _native
+from engram import _forms as forms
 from engram._advice import advised
+from engram._checks import is_integer
 from engram._providers import PROVIDERS
 from engram.pytree import (
     Key,
@@ -75,10 +77,10 @@ class CatFrames(TrajectoryTransform, built_in=True):
         traj_key: Key | None = None,
     ) -> None:
         super().__init__("pixels" if in_keys is None else in_keys, out_keys, done_key=done_key, traj_key=traj_key)
-        if N < 1:
-            raise ValueError(f"N must be 1 or more, got {N}")
-        if dim >= 0:
-            raise ValueError(f"dim must be negative, as batches may have any number of leading dimensions, got {dim}")
+        if not is_integer(N, 1):
+            raise ValueError(f"N must be an integer of 1 or more, got {N!r}")
+        if not is_integer(dim) or dim >= 0:
+            raise ValueError(f"dim must be negative, as batches may have any number of leading dimensions, got {dim!r}")
         if padding not in self.ACCEPTED_PADDING:
             raise ValueError(f"padding must be 'same' or 'constant', got {padding!r}")
         self.N, self.dim = N, dim
@@ -195,6 +197,9 @@ class CatFrames(TrajectoryTransform, built_in=True):
             set_entry(batch, target, value)
         return {root: past.tail(self.N - 1) for root, past in pasts.items()}
 
+    def _value_form(self) -> forms.Form:
+        return _frames_by_key
+
     def _frames(self, batch: Any, key: Key, view: BatchView) -> Tensor:
         frames = view.split(require_tensor(batch, key, "CatFrames"), key)
         _check_dims(key, frames.ndim - 2, self.dim)
@@ -202,6 +207,17 @@ class CatFrames(TrajectoryTransform, built_in=True):
 
     def _settings(self) -> dict[str, Any]:
         return {"N": self.N, "dim": self.dim, "padding": self.padding, **super()._settings()}
+
+
+def _frames_by_key(value: Any) -> None:
+    """The form of the last frames of each entry."""
+    if not isinstance(value, dict):
+        raise forms.WrongFormError(value, "a dict from keys")
+    for name, frames in value.items():
+        forms.key(name)
+        forms.fields(forms.tensor(), forms.tensor(torch.int64, ndim=1))(frames)
+        if frames[0].ndim < 2 or not bool(((frames[1] >= 0) & (frames[1] <= frames[0].shape[1])).all()):
+            raise ValueError(f"the last frames of {name!r} are {list(frames[0].shape)}, and begin at {frames[1]}")
 
 
 _SLICE = "_slice"  # the entry with the number of each row's slice

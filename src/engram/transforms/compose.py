@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 from torch import nn
 
+from engram import _forms as forms
 from engram._arguments import BUILT_IN, describe
 from engram.pytree import Key
 from engram.transforms.adapters import as_transform
@@ -21,6 +21,12 @@ def describe_transform(transform: Transform) -> dict[str, Any]:
         return describe(transform)
     parts = [{"of": "part", "value": describe_transform(part)} for part in transform.transforms]
     return {"kind": "Compose", "arguments": {"args": parts, "kwargs": {}}}
+
+
+_OF_ONE = forms.record(
+    {"kind": forms.text, "nth": forms.integer(), "state": forms.anything, "settings": forms.mapping_of(forms.anything)}
+)
+_STATE = forms.record({}, {"transforms": forms.list_of(_OF_ONE)})
 
 
 class Compose(Transform, built_in=True):
@@ -170,10 +176,10 @@ class Compose(Transform, built_in=True):
         """Restores a saved state; a transform without a saved state is reset.
 
         Raises:
-            ValueError: a state belongs to a transform that does not exist here; every difference is listed.
+            CheckpointMisfitError: a state belongs to a transform that does not exist here, or cannot be loaded; every
+                difference is listed.
         """
-        if differences := self.differences(state):
-            raise ValueError("the state does not fit: " + "; ".join(differences))
+        self._require_fit(state)
         saved = {(entry["kind"], entry["nth"]): entry["state"] for entry in state.get("transforms", [])}
         for name, transform in self._named().items():
             if name in saved:
@@ -183,6 +189,7 @@ class Compose(Transform, built_in=True):
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; transforms without a state do not count."""
+        forms.check(_STATE, state, "the state of the transforms")
         differences, own = [], self._named()
         for entry in state.get("transforms", []):
             transform = own.get((entry["kind"], entry["nth"]))
@@ -193,14 +200,14 @@ class Compose(Transform, built_in=True):
                 )
                 continue
             saved = entry["settings"]
+            if type(transform) in BUILT_IN:
+                forms.check(forms.mapping_of(forms.plain), saved, f"the settings of {entry['kind']}")
             differences += [
                 f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
                 for name, mine in transform.state_settings().items()
                 if name not in saved or saved[name] != mine
             ]
             differences += transform.differences(entry["state"])
-            if not differences and type(transform) in BUILT_IN:
-                copy.deepcopy(transform).load_state_dict(entry["state"])  # raises if it cannot be loaded
         return differences
 
     def _named(self) -> dict[tuple[str, int], Transform]:

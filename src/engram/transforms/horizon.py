@@ -9,6 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
+from engram._checks import is_integer
 from engram.pytree import Key, Keys, as_key, key_path, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
 from engram.transforms.base import Transform, root_pairs, select_reset, to_device
@@ -18,6 +20,7 @@ from engram.transforms.trajectory import (
     TrajectoryTransform,
     flatten_for_sum,
     running_sum,
+    sums_form,
 )
 from engram.transforms.values import REWARD_KEYS, first_key
 
@@ -62,9 +65,9 @@ class RandomTruncationTransform(Transform, built_in=True):
         done_key: Key = "done",
     ) -> None:
         super().__init__()
-        if not 1 <= min_horizon <= max_horizon:
+        if not is_integer(min_horizon, 1) or not is_integer(max_horizon, min_horizon):
             raise ValueError(
-                f"min_horizon must be 1 or more and at most max_horizon, got {min_horizon} and {max_horizon}"
+                f"min_horizon must be 1 or more and at most max_horizon, got {min_horizon!r} and {max_horizon!r}"
             )
         for name, value in (("prob", prob), ("first_episode_prob", first_episode_prob)):
             if value is not None and not 0 <= value <= 1:
@@ -226,6 +229,9 @@ class TargetReturn(TrajectoryTransform, built_in=True):
                     shaped = (self.target_return - value).reshape(split.shape).to(dtype)
                     set_entry(batch, target, trajectories.view.join(shaped))
         return left
+
+    def _value_form(self) -> forms.Form:
+        return sums_form(self.in_keys)
 
     def _settings(self) -> dict[str, Any]:
         return {"target_return": self.target_return, "mode": self.mode, **super()._settings()}

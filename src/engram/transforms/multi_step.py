@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from engram import _forms as forms
 from engram._advice import advised
 from engram._checks import is_integer
 from engram.pytree import (
@@ -181,6 +182,26 @@ class _Rows(NamedTuple):
 
     def batch(self) -> Any:
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
+
+
+_STATE = forms.record(
+    {"form": forms.plain, "leaves": forms.list_of(forms.tensor()), "lead": forms.list_of(forms.integer())},
+    {
+        "cuts": forms.tensor(torch.bool, ndim=2),
+        "agreed": forms.list_of(forms.fields(forms.list_of(forms.text_or_integer), forms.boolean)),
+    },
+)
+
+
+def _saved_rows(state: dict[str, Any]) -> _Rows:
+    """Steps that a state has; ValueError where its leaves are not those of its form."""
+    form, leaves, lead = TreeSpec.from_json(state["form"]), list(state["leaves"]), tuple(state["lead"])
+    paths, shapes = form.paths(), {tuple(leaf.shape[: len(lead) + 1]) for leaf in leaves}
+    if not leaves or len(leaves) != len(paths) or len(shapes) > 1 or len(shape := shapes.pop()) <= len(lead):
+        raise ValueError(f"{len(leaves)} leaves of a state do not belong to the {len(paths)} of its form")
+    if shape[:-1] != lead:
+        raise ValueError(f"the leaves of a state are of environments {list(shape[:-1])}, the state of {list(lead)}")
+    return _Rows(form, paths, leaves, lead, None)
 
 
 class _Border:
@@ -486,18 +507,17 @@ class MultiStepTransform(Transform, built_in=True):
     def set_extra_state(self, state: Any) -> None:
         self._held = self._cuts = self._border = None
         if state:
-            form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
-            held, cuts, border = (
-                _Rows(form, form.paths(), list(state["leaves"]), lead, None),
-                None,
-                _Border(self.next_keys),
-            )
-            if "cuts" in state:
-                cuts, shape = state["cuts"], (math.prod(lead), held.steps)
-                if not isinstance(cuts, Tensor) or cuts.dtype != torch.bool or tuple(cuts.shape) != shape:
-                    raise ValueError(f"'cuts' of a MultiStepTransform is a bool {list(shape)}, got {cuts!r}")
-            border.agreed = {tuple(path): bool(agreed) for path, agreed in state.get("agreed", ())}
-            self._held, self._cuts, self._border = held, cuts, border
+            border = _Border(self.next_keys)
+            border.agreed = {tuple(path): agreed for path, agreed in state.get("agreed", ())}
+            self._held, self._cuts, self._border = _saved_rows(state), state.get("cuts"), border
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        forms.check(_STATE, state, f"the state of {self.kind}")
+        held = _saved_rows(state)
+        shape = (math.prod(held.lead), held.steps)
+        if "cuts" in state and tuple(state["cuts"].shape) != shape:
+            raise ValueError(f"'cuts' of a MultiStepTransform is a bool {list(shape)}, got {state['cuts']!r:.80}")
+        return super().differences(state)
 
     def state_settings(self) -> dict[str, Any]:
         flat = {"next_keys": self.next_keys} if self.next_keys else {}

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._advice import advised
 from engram._checks import is_integer
 from engram.pytree import Key, as_key, get_tensor, has_batch_size, key_path, require_tensor, set_entry
@@ -92,7 +93,7 @@ class NoopResetEnv(Transform, built_in=True):
 
 
 @advised
-class EndOfLifeTransform(Transform, built_in=True):
+class EndOfLifeTransform(Transform, built_in=True, never_saved=("eol_attribute", 3)):
     """Marks the steps that cost a life, in environments such as those of Atari: `end-of-life`, and the `lives` left.
 
     Args:
@@ -100,7 +101,8 @@ class EndOfLifeTransform(Transform, built_in=True):
             the end of the episode, although the episode continues.
         lives_key: int64 `[*batch]`.
         done_key: the flag whose shape `eol_key` takes.
-        eol_attribute: the method of the gymnasium environment that counts the lives.
+        eol_attribute: the method of the gymnasium environment that counts the lives. `engram.load` makes no transform
+            with one that a checkpoint names.
 
     Batches of a buffer stay unchanged: they have these entries from the environment.
 
@@ -396,6 +398,12 @@ class TrajCounter(TrajectoryTransform, built_in=True):
             super().set_extra_state(state)
         else:
             self._next = int(state.get("next", 0))
+
+    def _state_form(self) -> forms.Form:
+        return super()._state_form() if self._next is None else forms.record({}, {"next": forms.integer()})
+
+    def _value_form(self) -> forms.Form:
+        return forms.fields(forms.integer(), forms.tensor(torch.int64, ndim=1))
 
     def _settings(self) -> dict[str, Any]:
         return {"out_key": self.out_key, **super()._settings()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -17,7 +17,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._advice import advised
+from engram._arguments import BUILT_IN
 from engram.pytree import (
     Key,
     Keys,
@@ -200,6 +202,11 @@ class CarryOver(NamedTuple):
     value: Any  # what `_run` returned
 
 
+_CARRY_OVER = forms.record(
+    {"done": forms.tensor(torch.bool, ndim=1), "ids": forms.nullable(forms.tensor(ndim=1)), "value": forms.anything}
+)
+
+
 class TrajectoryTransform(Transform, built_in=True):
     """Base class of transforms along time: they take batches `[*, T]` and never cross a trajectory's end.
 
@@ -325,11 +332,45 @@ class TrajectoryTransform(Transform, built_in=True):
         return {} if self._carry_over is None else self._carry_over._asdict()
 
     def set_extra_state(self, state: Any) -> None:
-        self._carry_over = CarryOver(**state) if state else None
+        self._carry_over = CarryOver(state["done"], state["ids"], state["value"]) if state else None
+
+    def _state_form(self) -> forms.Form:
+        """The form of a state of a class of the library's own."""
+        return _CARRY_OVER
+
+    def _value_form(self) -> forms.Form:
+        """The form of what its `_run` returns."""
+        return forms.one_of(None)
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        different = super().differences(state)
+        own = state.keys() - {"parameters", "buffers"}
+        if own and type(self) in BUILT_IN:  # a user's class may have another state
+            forms.check(self._state_form(), state, f"the state of {self.kind}")
+        if "done" in own and type(self) in BUILT_IN:
+            forms.check(forms.record({"value": self._value_form()}), state, f"the state of {self.kind}")
+            sizes = {t.shape[:1] for t in _tensors_in([state["done"], state["ids"], state["value"]])}
+            if len(sizes) > 1:
+                raise ValueError(f"the state of {self.kind} is of {' or '.join(str(n[0]) for n in sizes)} environments")
+        return different
 
     def _settings(self) -> dict[str, Any]:
         settings = {"done_key": self.done_key, "traj_key": self.traj_key}
         return {k: v for k, v in settings.items() if v is not None}
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | dict):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member)
+
+
+def sums_form(in_keys: Sequence[Key]) -> forms.Form:
+    """The form of one sum for each of `in_keys`, or for the one reward that a batch has: `[S, F]`."""
+    return forms.list_of(forms.tensor(ndim=2), max(1, len(in_keys)))
 
 
 def sibling_key(key: Key, name: str) -> Key:
@@ -373,6 +414,9 @@ class RewardSum(TrajectoryTransform, built_in=True):
         return [(key, sibling_key(key, "episode_reward"))]
 
     _sum_along = staticmethod(running_sum)
+
+    def _value_form(self) -> forms.Form:
+        return sums_form(self.in_keys)
 
     # ---- environments ----
     @cached_property
@@ -565,6 +609,9 @@ class StepCounter(TrajectoryTransform, built_in=True):
             self._truncate(batch, shaped + 1 >= self.max_steps, done_key)
         return count[:, -1] + 1
 
+    def _value_form(self) -> forms.Form:
+        return forms.tensor(torch.int64, ndim=1)
+
     def _truncate(self, batch: Any, over: Tensor, done_key: Key) -> None:
         truncated_key = sibling_key(done_key, self.truncated_key)
         truncated = get_tensor(batch, truncated_key)
@@ -636,6 +683,9 @@ class InitTracker(TrajectoryTransform, built_in=True):
         shaped = shaped.reshape(*shaped.shape, *[1] * (done.ndim - shaped.ndim)).expand(done.shape)
         set_entry(batch, self.init_key, shaped.contiguous())
         return True
+
+    def _value_form(self) -> forms.Form:
+        return forms.one_of(True)
 
     def _settings(self) -> dict[str, Any]:
         return {"init_key": self.init_key, **super()._settings()}
@@ -755,6 +805,9 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
     # Batches are independent: there is no state.
     def get_extra_state(self) -> dict[str, Any]:
         return {}
+
+    def _state_form(self) -> forms.Form:
+        return forms.one_of({})
 
     def _settings(self) -> dict[str, Any]:
         return {"gamma": self.gamma, **super()._settings()}

@@ -12,6 +12,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
+from engram._checks import is_integer
 from engram.pytree import (
     Key,
     Keys,
@@ -62,6 +64,8 @@ class DTypeCastTransform(Transform, built_in=True):
         out_keys_inv: Keys = None,
     ) -> None:
         super().__init__(in_keys, out_keys, in_keys_inv, out_keys_inv)
+        if not (isinstance(dtype_in, torch.dtype) and isinstance(dtype_out, torch.dtype)):
+            raise TypeError(f"dtype_in and dtype_out are dtypes of torch, got {dtype_in!r} and {dtype_out!r}")
         self.dtype_in, self.dtype_out = dtype_in, dtype_out
         self._reads_all = in_keys is None
         self._all = in_keys is None and in_keys_inv is None
@@ -160,6 +164,11 @@ class DoubleToFloat(DTypeCastTransform, built_in=True):
 
     def _settings(self) -> dict[str, Any]:
         return {}
+
+
+_STATISTICS = forms.record(
+    {"loc": forms.tensor(), "scale": forms.tensor()}, {"standard_normal": forms.tensor(torch.bool, ndim=0)}
+)
 
 
 class ObservationNorm(Transform, built_in=True):
@@ -350,6 +359,11 @@ class ObservationNorm(Transform, built_in=True):
     def differences(self, state: dict[str, Any]) -> list[str]:
         if self._given:
             return [f"ObservationNorm was given loc={self.loc} and scale={self.scale} here, and computed them there"]
+        return self._refusals(state)
+
+    def _refusals(self, state: Any) -> list[str]:
+        # Statistics that are loaded alone take the place of given ones.
+        forms.check(_STATISTICS, state, f"the state of {self.kind}")
         try:
             _checked_stats(state["loc"], state["scale"])
         except ValueError as error:
@@ -851,6 +865,8 @@ class UnsqueezeTransform(Transform, built_in=True):
 
 
 def _check_dim(name: str, dim: int, allow_positive_dim: bool) -> None:
+    if not is_integer(dim):
+        raise ValueError(f"{name} must be an integer, got {dim!r}")
     if dim >= 0 and not allow_positive_dim:
         raise ValueError(
             f"{name} must be negative, as batches may have any number of leading dimensions, got {dim}; "

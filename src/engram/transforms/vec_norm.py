@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._advice import advised
 from engram.pytree import Keys, has_batch_size, key_path, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
@@ -45,6 +46,12 @@ class _Stats(NamedTuple):
             decay * self.squares + batch.squares.to(self.mean.device) + delta.square() * (old * batch.weight / count)
         )
         return _Stats(count, mean, squares)
+
+
+_OF_ENTRY = forms.nullable(forms.fields(forms.number, forms.tensor(torch.float64), forms.tensor(torch.float64)))
+_STATE = forms.record(
+    {"stats": forms.list_of(_OF_ENTRY), "learns": forms.boolean, "nonfinite": forms.list_of(forms.integer())}
+)
 
 
 @advised
@@ -291,6 +298,7 @@ class VecNorm(Transform, built_in=True):
         self._nonfinite = list(state["nonfinite"]) if state else [0] * len(self.in_keys)
 
     def differences(self, state: dict[str, Any]) -> list[str]:
+        forms.check(_STATE, state, f"the state of {self.kind}")
         n, counted = len(state["stats"]), len(state["nonfinite"])
         if n != len(self.in_keys) or counted != n:
             return [f"VecNorm has {len(self.in_keys)} in_keys here, {n} there"]

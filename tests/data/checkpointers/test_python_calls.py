@@ -37,7 +37,8 @@ def test_a_load_calls_few_python_functions(tmp_path, held):
     if held:
         rb.loads(tmp_path)
     calls = calls_of(lambda: rb.loads(tmp_path))
-    assert 50 < sum(calls.values()) < 600, listing(calls)
+    # 100 of them look at the kinds of the values that were read.
+    assert 50 < sum(calls.values()) < 700, listing(calls)
 
 
 @pytest.mark.parametrize("held", [0, 64], ids=["an empty buffer", "a buffer with rows"])

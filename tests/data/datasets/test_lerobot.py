@@ -1,5 +1,7 @@
 """LeRobot datasets in."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,18 @@ def test_video_frames_are_references(tmp_path):
     with pytest.raises(KeyError, match=r"has no video 'action'"):
         lerobot_info(folder).video_file("action", 0, 0)
     assert ("observation", "images") not in read(folder, exclude=[("observation", "images")]).keys(True)
+
+
+@pytest.mark.parametrize("name", ["../../../outside", "/etc", "a/b"])
+def test_no_video_is_named_outside_of_the_dataset(tmp_path, name):
+    folder = write(tmp_path)
+    said = json.loads((folder / "meta/info.json").read_text())
+    said["features"][name] = {"dtype": "video", "shape": [3, 4, 4]}
+    (folder / "meta/info.json").write_text(json.dumps(said))
+    with pytest.raises(DatasetError, match="a video whose name is none of a folder"):
+        read(folder)
+    with pytest.raises(KeyError, match="has no video"):
+        lerobot_info(folder).video_file(name, 0, 0)
 
 
 def test_episodes_come_one_by_one_and_slices_keep_to_them(tmp_path, monkeypatch):

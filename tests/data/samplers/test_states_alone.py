@@ -17,7 +17,7 @@ from engram.data import (
     TensorDictMaxValueWriter,
 )
 from engram.data.replay_buffers.samplers.frames import FrameStackSampler
-from engram.errors import OutOfMemoryError
+from engram.errors import CheckpointMisfitError, OutOfMemoryError
 from engram.testing import env_steps, numbers, steps
 
 SAMPLERS = {
@@ -225,5 +225,5 @@ def test_invalid_lane_capacity_is_refused(sampler, wrong):
     if "lane_capacity" not in place:
         pytest.skip("its state does not name rows")
     place["lane_capacity"] = wrong
-    with pytest.raises(ValueError, match="where there are counts"):
+    with pytest.raises(CheckpointMisfitError, match=r"lane_capacity in the state of the sampler is .* from 1 to"):
         rb.sampler.load_state_dict(state)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+from engram import _forms as forms
 from engram._checks import is_integer
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, SupportsSample
 from engram.data.replay_buffers.samplers.base import Sampler
@@ -242,7 +243,7 @@ class SchedulerList:
         Raises:
             ValueError: it is that of other schedulers; nothing is changed.
         """
-        saved = state.get("schedulers")
+        saved = state.get("schedulers") if isinstance(state, Mapping) else None
         if not isinstance(saved, list) or len(saved) != len(self.schedulers):
             count = len(saved) if isinstance(saved, list) else "no list of"
             raise ValueError(f"there are {len(self.schedulers)} schedulers here, {count} there")
@@ -258,17 +259,18 @@ class SchedulerList:
         return f"SchedulerList({self.schedulers})"
 
 
+_STATE = forms.record({"param_name": forms.text, "initial_value": forms.number, "steps": forms.integer()})
+
+
 def _checked_state(param_name: str, state: dict[str, Any]) -> tuple[float, int]:
     """Initial value and steps of a saved state of a scheduler of this parameter."""
-    try:
-        name, initial, steps = state["param_name"], float(state["initial_value"]), state["steps"]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"a scheduler's state has param_name, initial_value and steps, got {state!r:.80}") from None
+    forms.check(_STATE, state, "a scheduler's state")
+    name, initial = state["param_name"], float(state["initial_value"])
     if name != param_name:
         raise ValueError(f"the scheduler sets {param_name!r} here, {name!r} there")
-    if type(steps) is not int or steps < 0 or not math.isfinite(initial):
-        raise ValueError(f"a scheduler's state has steps of 0 or more and a finite value, got {state!r:.80}")
-    return initial, steps
+    if not math.isfinite(initial):
+        raise ValueError(f"a scheduler's state has a finite initial_value, got {initial}")
+    return initial, state["steps"]
 
 
 def _at_least_one(n: Any, name: str) -> int:

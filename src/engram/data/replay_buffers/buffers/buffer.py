@@ -1108,10 +1108,15 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             return buffer_state(self._saved_form)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, as `loads` does; a ValueError where it does not fit, every difference."""
-        batch_size = _checked_batch_size(state.get("_batch_size"))
+        """Takes over what `state_dict` gave, as `loads` does.
+
+        Raises:
+            CheckpointMisfitError: it is no such state, or does not fit this buffer; every difference is listed, and
+                nothing is changed. It is a ValueError, too.
+        """
         with self._parts.undisturbed():
             load_buffer_state(self._saved_form, state)
+            batch_size = state.get("_batch_size")
             if batch_size is not None:
                 self._batch_size = batch_size
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from engram import _forms as forms
 from engram import transforms
-from engram._arguments import BUILT_IN, MissingPartError, restored
+from engram._arguments import BUILT_IN, DESCRIPTION, MissingPartError, restored
 from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import Checkpoint
-from engram.checkpoint.snapshot import open_snapshot
+from engram.checkpoint.snapshot import PART, open_snapshot
 from engram.data.replay_buffers import checkpointers, samplers, storages, writers
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.buffers.tensordict import (
@@ -40,10 +41,10 @@ from engram.data.replay_buffers.storages import (
     TensorStorage,
 )
 from engram.data.replay_buffers.writers import Writer, WriterEnsemble
-from engram.errors import CheckpointError
+from engram.errors import CheckpointError, CheckpointMisfitError
 from engram.store.counters import Counters
 from engram.store.header import StoreFile
-from engram.store.places import LaneCount
+from engram.store.places import LaneCount, memory_device
 from engram.transforms.base import InvertedTransform, Transform
 
 
@@ -78,6 +79,50 @@ _BUFFERS: dict[str, tuple[Any, Any]] = {
 }
 _MUTABLE = ("alpha", "beta", "eps")  # settings of samplers that users change after they were made
 
+# What a checkpoint may say of a buffer: these names, and values of these kinds. None of them is a path, and none opens,
+# takes over or deletes what is there: rows are loaded into memory or a temporary file, whatever the file says.
+_SIZE = forms.nullable(forms.integer(1, 1 << 56))
+_COMPACT = forms.record(
+    {
+        "keys": forms.nullable(forms.list_of(forms.key)),
+        "frames": forms.list_of(forms.fields(forms.nullable(forms.key), forms.integer(1))),
+        "n_steps": forms.nullable(forms.integer(1)),
+    }
+)
+_OF_TABLE: dict[str, forms.Form] = {
+    "max_size": _SIZE, "max_bytes": _SIZE, "ndim": forms.integer(1, 64), "lanes": _SIZE, "shared_init": forms.boolean,
+    "compact": _COMPACT,
+}  # fmt: skip
+_DEVICE = forms.nullable(forms.text)
+_STORAGE_ARGUMENTS: dict[str, forms.Form] = {
+    "LazyTensorStorage": forms.arguments({**_OF_TABLE, "device": _DEVICE, "shared": forms.boolean}),
+    "LazyMemmapStorage": forms.arguments(_OF_TABLE),
+    "ListStorage": forms.arguments({"max_size": _SIZE, "copy": forms.boolean, "device": _DEVICE}),
+    "LazyStackStorage": forms.arguments(
+        {"max_size": _SIZE, "stack_dim": forms.integer(-64, 64), "device": _DEVICE},
+    ),
+    "CompressedListStorage": forms.arguments(
+        {
+            "max_size": _SIZE, "compression_level": forms.integer(), "device": _DEVICE,
+            **dict.fromkeys(("compression_fn", "decompression_fn"), forms.one_of(None)),
+        },
+    ),
+}  # fmt: skip
+_SETTINGS = forms.arguments(
+    {
+        "prefetch": forms.nullable(forms.integer(0, 1 << 20)), "dim_extend": forms.nullable(forms.integer(0, 64)),
+        "pin_memory": forms.boolean, "track_generations": forms.boolean, "priority_key": forms.key,
+    },
+)  # fmt: skip
+_OF_STORAGE = forms.record({"kind": forms.text, "arguments": forms.nullable(forms.mapping_of(forms.anything))})
+_DESCRIPTION = forms.record(
+    {
+        "kind": forms.text, "batch_size": forms.nullable(forms.integer(1)), "settings": _SETTINGS,
+        "storage": forms.nullable(_OF_STORAGE), "sampler": forms.nullable(DESCRIPTION),
+        "transforms": forms.list_of(DESCRIPTION), "missing": forms.list_of(forms.text),
+    },
+)  # fmt: skip
+
 
 def load(
     path: str | os.PathLike[str],
@@ -94,13 +139,15 @@ def load(
     Args:
         path: a checkpoint that a buffer's `dumps` wrote, or the folder of a mapped store.
         snapshot: of a checkpoint, another than the current one.
-        storage: takes the rows instead of one like that which was saved (mapped rows go to a temporary file).
+        storage: takes the rows instead of one like that which was saved. Without it mapped rows go to a temporary file,
+            as a checkpoint names no place on this machine; a `LazyMemmapStorage(n, scratch_dir=...)` keeps them.
         read_only: of a store, only look at the rows, which another process may be writing.
 
     Raises:
         CheckpointError: there is no buffer to make: a part was saved alone, or an ensemble of buffers.
-        CorruptCheckpointError: a file is not what was saved.
-        StorageError: the store is damaged.
+        CorruptCheckpointError: a file is not what was saved, or says what no save writes.
+        CheckpointMisfitError: the parts do not fit the storage, or each other.
+        StorageError: the store is damaged; or there is no room for a storage as large as the saved one.
 
     Example:
         >>> import tempfile
@@ -123,18 +170,26 @@ def load(
     with open_snapshot(path, snapshot) as saved:
         if "writer" not in saved.components or "sampler" not in saved.components:
             raise CheckpointError(f"{path} holds no buffer, but {', '.join(saved.components) or 'a storage'} alone")
-        name, parts = saved.name, {part: saved.component(part) for part in ("sampler", "writer")}
-        has_generator = saved.component("generator")["state"] is not None
+        components = {name: saved.component(name) for name in ("sampler", "writer", "transform", "generator")}
         description = saved.component("buffer") if "buffer" in saved.components else None
-        if description is None:
-            description = _description_of_older(parts["writer"]["kind"], missing)
         try:
-            made = _Parts(description, parts["sampler"], parts["writer"], missing)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise saved.malformed(f"its description of the buffer is malformed ({error!r})") from error
+            _check_components(components)
+            if description is None:
+                description = _description_of_older(components["writer"]["kind"], missing)
+            elif components["sampler"]["kind"] != "SamplerEnsemble":
+                forms.check(_DESCRIPTION, description, "the description of the buffer")
+            made = _Parts(description, components["sampler"], components["writer"], missing)
+            arguments = _storage_arguments(description["storage"], missing)
+        except ValueError as error:
+            raise saved.malformed(f"its description of the buffer is malformed: {error}") from error
+        name = saved.name
     if storage is None:
-        storage = _storage_like(description, path, name, missing)
-    buffer = made.buffer(storage, torch.Generator() if has_generator else None)
+        storage = _storage_like(description["storage"], arguments, saved_storage(path, name), missing)
+    generator = None if components["generator"]["state"] is None else torch.Generator()
+    try:
+        buffer = made.buffer(storage, generator)
+    except ValueError as error:
+        raise CheckpointMisfitError(f"the parts saved in {path} do not fit their storage", [str(error)]) from error
     with buffer._parts.undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
         load_buffer(buffer._saved_form, Path(path), name, loaded, made.loadable_states)
@@ -144,11 +199,27 @@ def load(
     return buffer
 
 
+_NAMED = forms.record({"kind": forms.text})
+_OF_TRANSFORMS = forms.nullable(forms.record({}, {"transforms": forms.list_of(_NAMED)}))
+
+
+def _check_components(components: dict[str, Any]) -> None:
+    """WrongFormError where what is saved of the parts is not what every save says of them."""
+    for name, component in components.items():
+        forms.check(PART, component, f"the {name}")
+    for name in ("sampler", "writer"):
+        forms.check(_NAMED, components[name], f"the {name}")
+    forms.check(_OF_TRANSFORMS, components["transform"]["state"], "the state of the transforms")
+
+
 def _open_store(path: str | os.PathLike[str], read_only: bool) -> Any:
     storage = LazyMemmapStorage.open(path, read_only=read_only)
     layout = storage.layout
     indexed = layout is not None and ("index",) in layout.paths
     return (TensorDictReplayBuffer if indexed else ReplayBuffer)(storage=storage)
+
+
+_RANK = forms.record({"rank_key": forms.key, "reduction": forms.text})
 
 
 class _Parts:
@@ -184,15 +255,17 @@ class _Parts:
                 self._missing_kinds.append(saved["kind"])
 
     def _made_sampler(self, described: dict[str, Any] | None, saved: dict[str, Any], missing: list[str]) -> Any:
-        state = saved["state"]
+        kind, state = saved["kind"], saved["state"]
+        if kind in _SAMPLERS:
+            forms.check(forms.record({}, dict.fromkeys(_MUTABLE, forms.number)), state, "the state of the sampler")
         try:
-            sampler = restored(described or _described_by_state(saved["kind"], state), _SAMPLERS)
+            sampler = restored(described or _described_by_state(kind, state), _SAMPLERS)
         except MissingPartError as error:
             missing.append(f"the sampler, {error}; batches are drawn uniformly")
             self.left_out.append("sampler")
             return None
-        for name in _MUTABLE:
-            if name in state and isinstance(sampler, PrioritizedSampler):
+        for name in _MUTABLE if isinstance(sampler, PrioritizedSampler) and kind in _SAMPLERS else ():
+            if name in state:
                 setattr(sampler, name, state[name])
         return sampler
 
@@ -203,6 +276,7 @@ class _Parts:
             self.left_out.append("writer")
             return None
         if kind == "TensorDictMaxValueWriter":
+            forms.check(_RANK, state, "the state of the writer")
             return _WRITERS[kind](rank_key=state["rank_key"], reduction=state["reduction"])
         return _WRITERS[kind]()
 
@@ -218,7 +292,7 @@ class _Parts:
     def loadable_states(self, states: dict[str, Any]) -> dict[str, Any]:
         """The saved states without those of transforms that are missing."""
         state = states.get("transform", {}).get("state")
-        if not state:
+        if not state or "transforms" not in state:
             return states
         # The n-th of a kind would be another one where one of that kind is missing.
         kinds = {
@@ -264,21 +338,44 @@ def _described_by_state(kind: str, state: dict[str, Any]) -> dict[str, Any]:
 
 
 # ---- the storage ----
-def _storage_like(
-    description: dict[str, Any], path: str | os.PathLike[str], snapshot: str, missing: list[str]
-) -> Storage:
-    """An empty storage of the kind and with the arguments that were saved."""
-    empty, described = saved_storage(path, snapshot), description["storage"]
+def _storage_arguments(described: dict[str, Any] | None, missing: list[str]) -> dict[str, Any] | None:
+    """The arguments for a storage of the saved kind; None: they were not saved, or are those of a class of the user's.
+
+    Raises:
+        ValueError: one of them is none that a checkpoint may say.
+    """
     if described is None or described["kind"] not in _STORAGES or described["arguments"] is None:
+        return None
+    arguments = {**described["arguments"]}
+    forms.check(_STORAGE_ARGUMENTS[described["kind"]], arguments, f"the arguments of the {described['kind']}")
+    device = arguments.get("device")
+    if device not in (None, "auto") and not _is_seen(device):
+        missing.append(f"the device {device} of the storage, which this process does not see")
+        arguments["device"] = "cpu"
+    return arguments
+
+
+def _is_seen(device: str) -> bool:
+    """Whether rows can be kept on a device."""
+    try:
+        memory_device(device)
+    except ValueError:
+        return False
+    return True
+
+
+def _storage_like(
+    described: dict[str, Any] | None, arguments: dict[str, Any] | None, empty: Storage, missing: list[str]
+) -> Storage:
+    """An empty storage of the kind and with the arguments that were saved; else one that takes the rows, `empty`."""
+    if described is None or arguments is None:
         if described is not None:
             missing.append(f"the storage, a {described['kind']}, which is a {type(empty).__name__} here")
         return empty
-    arguments = {**described["arguments"]}
-    device = arguments.get("device", "cpu")
-    if str(device).startswith("cuda") and not torch.cuda.is_available():
-        missing.append(f"the device {device} of the storage, which this process does not see")
-        arguments["device"] = "cpu"
-    storage: Storage = _STORAGES[described["kind"]](**arguments)
+    try:
+        storage: Storage = _STORAGES[described["kind"]](**arguments)
+    except ValueError as error:
+        raise CheckpointError(f"the saved storage cannot be made: {error}; give another one by storage=") from error
     storage.checkpointer = empty.checkpointer
     return storage
 
@@ -307,11 +404,18 @@ def saved_storage(
             )
         try:
             return _storage_for(kind, state, in_file)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise reader.malformed(f"its description of the rows is malformed ({error!r})") from error
+        except ValueError as error:
+            raise reader.malformed(f"its description of the rows is malformed: {error}") from error
+
+
+_ROWS = forms.record(
+    {"counters": forms.anything},
+    {"layout": forms.nullable(forms.record({}, {"ndim": forms.integer(1, 64), "row_bytes": forms.integer()}))},
+)
 
 
 def _storage_for(kind: str, state: dict[str, Any], in_file: Callable[[int], bool]) -> Storage:
+    forms.check(_ROWS, state, "the state of the storage")
     counters, layout = Counters(state["counters"]), state.get("layout") or {}
     capacity, lanes = state["counters"]["lane_capacity"], max(1, counters.lanes)
     if kind == ListStorageCheckpointer.format:

@@ -83,6 +83,10 @@ class StorageState(PartlyCopied):
     def check_saved(self, state: dict[str, Any]) -> None:
         """ValueError where a saved state is damaged: no sampler of this kind can have saved it."""
 
+    def misfits(self, state: dict[str, Any]) -> list[str]:
+        """What of a saved state that is not damaged does not fit here, beside settings."""
+        return []
+
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         """ValueError where a saved state cannot be one of this storage, which holds rows."""
 
@@ -323,12 +327,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """Goes on from a saved state.
 
         Raises:
-            ValueError: it is that of a sampler with other settings; every difference is listed.
+            CheckpointMisfitError: it is no state of such a sampler, or that of one with other settings; every
+                difference is listed, and nothing is changed. It is a ValueError, too.
         """
         with self.lock:
-            different = self.saved_form.differences(state)
-            if different:
-                raise ValueError("; ".join(different))
+            self.saved_form.check_fits(state)
             self.storage_state = self.storage_state.restored(state)
 
     def dumps(self, path: str | os.PathLike[str]) -> None:
@@ -474,8 +477,11 @@ class _SavedSampler(SavedPart):
             return {**copy.deepcopy(dict(self._settings)), **self.part.storage_state.frozen_state()}
 
     def differences(self, state: Any) -> list[str]:
-        self.part.storage_state.check_saved(state)
-        return super().differences(state)
+        different = super().differences(state)
+        if not different:
+            self.part.storage_state.check_saved(state)
+            different = self.part.storage_state.misfits(state)
+        return different
 
     def check(self, state: Any, storage: Any) -> None:
         if storage.lanes is not None:
@@ -716,12 +722,6 @@ def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     lanes = storage.lanes
     return 0 if lanes is None else lanes.store.rows()
-
-
-def check_counts(values: Any, least: int = 0) -> None:
-    """ValueError where a saved list is not one of integers that sequences and counts can be."""
-    if type(values) is not list or not all(type(n) is int and least <= n < 1 << 62 for n in values):
-        raise ValueError(f"a saved state has {values!r:.80} where there are counts")
 
 
 def _renew_lock(sampler: Sampler) -> None:

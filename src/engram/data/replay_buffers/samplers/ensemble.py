@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._arguments import BUILT_IN
 from engram._checks import is_integer
 from engram._copies import refuse_what_stays
@@ -23,6 +24,8 @@ from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
+
+_WEIGHTS = forms.record({"p": forms.nullable(forms.list_of(forms.number))})
 
 
 class SamplerEnsemble(Sampler, built_in=True):
@@ -240,9 +243,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         return _SavedSamplers("samplers", self, is_ours=type(self) in BUILT_IN, members=members, settings=settings)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.saved_form.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        self.saved_form.check_fits(state)
         self.p = state["p"]
         for sampler, saved in zip(self.members, state["samplers"], strict=True):
             sampler.load_state_dict(saved["state"])
@@ -279,6 +280,7 @@ class _SavedSamplers(SavedEnsemble):
     def differences(self, state: Any) -> list[str]:
         differences = super().differences(state)
         if not differences:
+            forms.check(_WEIGHTS, state, "the state of the ensemble")
             copy.copy(self.part).p = state["p"]  # an error where these are no weights
         return differences
 

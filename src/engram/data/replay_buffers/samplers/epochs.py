@@ -12,7 +12,8 @@ from torch import Tensor
 from typing_extensions import Self
 
 import engram._native as _native
-from engram.data.replay_buffers.samplers.base import StorageState, check_counts
+from engram import _forms as forms
+from engram.data.replay_buffers.samplers.base import StorageState
 from engram.data.replay_buffers.samplers.draw import EpochInfo
 from engram.data.replay_buffers.samplers.runs import RunSource, Seed, nothing_to_draw
 from engram.store.episodes import EpisodeIndex
@@ -20,6 +21,20 @@ from engram.store.episodes import EpisodeIndex
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
+
+_COUNT, _FROM_ONE = forms.integer(), forms.integer(1)
+_EPOCH = {"position": _COUNT, "key": forms.integer(0, (1 << 64) - 1)}
+_STORE = {"lane_capacity": forms.nullable(_FROM_ONE)}
+_RANGES = {"ring": _FROM_ONE, "ranges": forms.list_of(forms.fields(_COUNT, _COUNT)), "moved": forms.list_of(_COUNT)}
+_OF_ROWS = forms.record({**_EPOCH, **_RANGES, "incarnation": _COUNT}, {**_STORE, "stop": _COUNT})
+_OF_LISTED_ROWS = forms.record(
+    {**_EPOCH, **_RANGES, "listed": forms.tensor(torch.int64, ndim=1), "envs": _FROM_ONE},
+    {**_STORE, "stop": _COUNT, "incarnation": forms.nullable(_COUNT)},
+)
+_LASTS = forms.list_of(forms.integer(-1))
+_OF_TRAJECTORIES = forms.record(
+    {**_EPOCH, "incarnation": _COUNT, "min_length": _COUNT, "counts": forms.list_of(_COUNT), "lasts": _LASTS}, _STORE
+)
 
 _EARLIER = {
     "_store_id": "_store_id", "_is_loaded": "_is_loaded", "_ran_out": "ran_out", "_epoch_id": "id", "_stop": "stop",
@@ -306,16 +321,14 @@ class RowEpochs(Epochs):
         return made
 
     def check_saved(self, state: dict[str, Any]) -> None:
-        epoch = state["epoch"] or {}
-        if "listed" in epoch:
-            check_epoch(state, "position", "envs")
-            check_list(epoch["listed"])
-        else:
-            check_epoch(state, "position", "incarnation")
-        if epoch:
+        epoch = state.get("epoch")
+        is_listed = isinstance(epoch, dict) and "listed" in epoch
+        _check_epoch(state, _OF_LISTED_ROWS if is_listed else _OF_ROWS)
+        if epoch is not None:
             _check_ranges(epoch)
-        if state.get("world_size", 1) > 1:
-            check_counts([state["number"], *([epoch["stop"]] if epoch else [])])
+        if state.get("world_size", 1) != 1:  # an epoch of several learners ends where this one's part of it does
+            forms.check(forms.record({"number": _COUNT}), state, "the state of the sampler")
+            forms.check(forms.nullable(forms.record({"stop": _COUNT})), epoch, "the state of the sampler.epoch")
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         lanes, epoch = storage.lanes, state["epoch"]
@@ -484,12 +497,10 @@ class SliceEpochs(Epochs, RunSource):
 
     # ---- state ----
     def check_saved(self, state: dict[str, Any]) -> None:
-        check_epoch(state, "position", "incarnation", "min_length")
-        if state["epoch"]:
-            check_counts(state["epoch"]["counts"])
-            check_counts(state["epoch"]["lasts"], least=-1)
-            if len(state["epoch"]["counts"]) != len(state["epoch"]["lasts"]):
-                raise ValueError("a saved epoch does not have a last step for each environment")
+        _check_epoch(state, _OF_TRAJECTORIES)
+        epoch = state["epoch"]
+        if epoch is not None and len(epoch["counts"]) != len(epoch["lasts"]):
+            raise ValueError("a saved epoch does not have a last step for each environment")
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         if storage.lanes is not None and state["epoch"] is not None:
@@ -511,32 +522,17 @@ def check_full_batches(batch_size: int | None, storage: Storage) -> None:
         )
 
 
-def check_epoch(state: dict[str, Any], *names: str) -> None:
-    """ValueError where a saved state holds an epoch that no sampler has made."""
-    epoch, _ = state["epoch"], state["ran_out"]
-    if epoch is None:
-        return
-    check_counts([epoch[name] for name in names])
-    if type(epoch["key"]) is not int or not 0 <= epoch["key"] < 1 << 64:
-        raise ValueError(f"a saved epoch has the key {epoch['key']!r:.80}")
-    if epoch.get("lane_capacity") is not None:
-        check_counts([epoch["lane_capacity"]], least=1)
-
-
-def check_list(rows: Any) -> None:
-    """ValueError where what a saved epoch has for its list of rows is not one."""
-    if not isinstance(rows, Tensor) or rows.dtype is not torch.int64 or rows.ndim != 1:
-        raise ValueError(f"a saved epoch lists its rows as {rows!r:.80}")
+def _check_epoch(state: dict[str, Any], form: forms.Form) -> None:
+    """WrongFormError where a saved state does not hold an epoch of a form, or none."""
+    saved = forms.record({"epoch": forms.nullable(form), "ran_out": forms.boolean}, {"number": _COUNT})
+    forms.check(saved, state, "the state of the sampler")
 
 
 def _check_ranges(epoch: dict[str, Any]) -> None:
     """ValueError where the rows of a saved epoch cannot exist."""
     ring, ranges, moved = epoch["ring"], epoch["ranges"], epoch["moved"]
-    check_counts(moved)
-    check_counts([ring], least=1)
     for lane in ranges:
-        check_counts(lane)
-        if len(lane) != 2 or lane[1] > ring:
+        if lane[1] > ring:
             raise ValueError(f"a saved epoch has the range {lane!r:.80}")
     if len(moved) != len(ranges):
         raise ValueError(f"a saved epoch of {len(ranges)} lanes has moved by {moved!r:.80}")

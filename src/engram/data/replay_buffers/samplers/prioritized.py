@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import engram._native as _native
+from engram import _forms as forms
 from engram._advice import advised
 from engram._checks import is_integer
 from engram._copies import Computed, CopiedAsPlain
@@ -25,7 +26,6 @@ from engram.data.replay_buffers.samplers.base import (
     DrawTotals,
     Sampler,
     StateSetting,
-    check_counts,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
@@ -40,6 +40,15 @@ if TYPE_CHECKING:
 
 _WEIGHTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _REDUCTIONS = ("max", "min", "mean", "median")
+_STATE = forms.record(
+    {
+        "seen": forms.list_of(forms.fields(forms.integer(), forms.integer())),
+        "priorities": forms.tensor(torch.float64, torch.float32, ndim=1),
+        "skipped": forms.integer(),
+        **dict.fromkeys(("max_priority", "latest_priority", "beta"), forms.number),
+    },
+    {"lane_capacity": forms.nullable(forms.integer(1))},
+)
 
 
 def _checked(name: str, value: Any) -> float:
@@ -381,17 +390,19 @@ class PriorityTable(RunSource):
     @staticmethod
     def check_saved(state: dict[str, Any]) -> None:
         """ValueError where a saved state is not one that a table can have."""
-        if type(state["seen"]) is not list or not isinstance(state["priorities"], Tensor):
-            raise ValueError("a saved state has no priorities")
+        forms.check(_STATE, state, "the state of the sampler")
         for rows in state["seen"]:
-            check_counts(rows)
-            if len(rows) != 2 or rows[1] < rows[0]:
+            if rows[1] < rows[0]:
                 raise ValueError(f"a saved state has priorities of the rows {rows!r:.80}")
-        check_counts([state["skipped"]])
-        if state.get("lane_capacity") is not None:
-            check_counts([state["lane_capacity"]], least=1)
         for name in ("beta", "max_priority", "latest_priority"):
             _checked(name, state[name])
+
+    def misfits(self, state: dict[str, Any]) -> list[str]:
+        rows, lanes, most = len(state["priorities"]), len(state["seen"]), self.max_capacity
+        envs = rows // max(1, sum(b - a for a, b in state["seen"]))
+        if most is None or rows < most + max(1, lanes * envs):  # a storage rounds its size up, as in `_room`
+            return []
+        return [f"the sampler takes {most} steps (max_capacity) here, there are priorities of {rows} there"]
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         """ValueError where a saved state cannot be one of this storage, which holds rows."""

@@ -10,6 +10,7 @@ import xxhash
 from torch import Tensor
 
 import engram._native as _native
+from engram._checks import is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
@@ -17,7 +18,6 @@ from engram.data.replay_buffers.samplers.base import (
     Sampler,
     StateSetting,
     WorkerShare,
-    check_counts,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index
@@ -214,10 +214,11 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 
     def set_epoch(self, epoch: int) -> None:
         """With several learners: the next epoch is the one of this number, the same in all of them."""
-        check_counts([epoch])
+        if not is_integer(epoch, 0):
+            raise ValueError(f"an epoch has a number of 0 or more, got {epoch!r}")
         with self.lock:
             self.empty()
-            self.storage_state.number = epoch
+            self.storage_state.number = int(epoch)
 
     @property
     def ran_out(self) -> bool:

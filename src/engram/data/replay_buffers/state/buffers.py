@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from engram import _forms as forms
 from engram._native import PrioritySnapshot
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.checkpoint.foreign import Part, Receiver, open_saved
-from engram.checkpoint.snapshot import as_damage, save_snapshot
+from engram.checkpoint.snapshot import PART, as_damage, save_snapshot
 from engram.checkpoint.writer import SnapshotWriter
 from engram.data.replay_buffers.state.parts import SavedPart, logging_errors
 from engram.data.replay_buffers.state.plans import RowsPlan, SavableStorage
@@ -76,14 +77,14 @@ class BufferLoad:
 
     Args:
         states: by the names of the parts; those that it does not have stay as they are.
-        malformed: makes the error for a state that no part of the library's can have written.
+        malformed: makes the error for a state that no part of its kind can have written.
 
     Attributes:
         differences: what of the states does not fit the parts; with any, it must not be run.
         misfits: the names of the parts whose states do not fit.
     """
 
-    def __init__(self, buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed | None = None) -> None:
+    def __init__(self, buffer: SavedBuffer, states: dict[str, Any], malformed: Malformed) -> None:
         self._buffer, self._states, self._malformed = buffer, states, malformed
         self._each = [(name, part) for name, part in buffer.parts.items() if name in states]
         found = {name: self._differences(name, part) for name, part in self._each}
@@ -93,15 +94,11 @@ class BufferLoad:
     def _differences(self, name: str, part: SavedPart) -> list[str]:
         with self._damage_of(part):
             saved = self._states[name]
-            state = saved["state"]
-            if part.kind is None:
-                return part.differences(state)
-            kind = saved["kind"]
-            if part.is_ours and not isinstance(state, dict):
-                raise ValueError(f"the state of the {name} is {state!r:.80}, no dict")
-            if kind != part.kind:
+            forms.check(PART, saved, f"the {name}")
+            kind = saved.get("kind")
+            if kind != part.kind and part.kind is not None:
                 return [f"the {name} is a {part.kind} here, a {kind} there"]
-            return part.differences(state)
+            return part.differences(saved["state"])
 
     def check(self) -> None:
         """An error where a state cannot be taken over here, before anything is changed for it."""
@@ -110,12 +107,10 @@ class BufferLoad:
                 part.check(self._states[name]["state"], self._buffer.storage)
 
     def _damage_of(self, part: SavedPart) -> contextlib.AbstractContextManager[None]:
-        """Around a look at a part's state: an exception in a built-in part means that the state is damaged; one that a
+        """Around a look at a part's state: a ValueError of a built-in part means that the state is damaged; one that a
         user's own part raises is its own error.
         """
-        if self._malformed is None or not part.all_ours:
-            return contextlib.nullcontext()
-        return as_damage(self._malformed, "this buffer")
+        return as_damage(self._malformed, "this buffer", part.all_ours)
 
     def run(self, rows: RowsPlan | None) -> None:
         """Commits it, with its rows where there is a plan for them; after an error the buffer is as it was.
@@ -393,14 +388,19 @@ def buffer_state(buffer: SavedBuffer) -> dict[str, Any]:
     return {"storage": buffer.storage.state_dict(), **states}
 
 
+_STATE = forms.record({}, {"_batch_size": forms.nullable(forms.integer(1))})
+
+
 def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Loads what `buffer_state` gave."""
+    with as_damage(_misfit, "this buffer", is_ours=True):
+        forms.check(_STATE, state, "the state of the buffer")
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:
         raise CheckpointMisfitError("the state does not fit this buffer", missing)
     states = {n: {"kind": state.get(f"{n}_kind"), "state": copy.deepcopy(state[n])} for n in buffer.parts}
     rows = buffer.storage.saved_form
-    load = BufferLoad(buffer, states)
+    load = BufferLoad(buffer, states, _misfit)
     differences = load.differences + _differences_in(lambda: rows.check(state["storage"]))
     if differences:
         raise CheckpointMisfitError("the state does not fit this buffer", differences)
@@ -408,3 +408,7 @@ def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     with buffer.storage.access.exclusive("load_state_dict"):
         fill = functools.partial(buffer.storage.load_state_dict, state["storage"])
         load.run(RowsPlan(fill, rows.restore_point(), not rows.is_empty(), rows.incarnations))
+
+
+def _misfit(reason: str) -> CheckpointMisfitError:
+    return CheckpointMisfitError("the state does not fit this buffer", [reason])

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from engram import _forms as forms
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram.data.replay_buffers.state.parts import SavedPart
 
 _KINDS = ("a torch.Generator", "an engram.Generator")
+_STATE = forms.nullable(forms.tensor(torch.uint8, ndim=1))
+_STATES = forms.record({"own": _STATE, "members": forms.list_of(_STATE)})
 
 
 class SavedGenerator(SavedPart):
@@ -35,11 +37,15 @@ class SavedGenerator(SavedPart):
         if state is not None and self.part is not None:
             # Into one of the same kind, which stands anywhere.
             is_ours = isinstance(self.part, Generator)
-            set_state(Generator() if is_ours else torch.Generator(device=self.part.device), state)
+            try:
+                set_state(Generator() if is_ours else torch.Generator(device=self.part.device), state)
+            except RuntimeError as error:  # as torch's generators refuse a state
+                raise ValueError(f"the state of the generator is none: {error}") from None
 
     def differences(self, state: Any) -> list[str]:
         """What of a saved state is not that of this kind of generator."""
-        if self.part is None or not isinstance(state, Tensor) or len(state) < 16:
+        forms.check(_STATE, state, "the state of the generator")
+        if self.part is None or state is None or len(state) < 16:
             return []
         mine, theirs = isinstance(self.part, Generator), is_state(state)
         return [] if mine == theirs else [f"the buffer draws from {_KINDS[mine]} here, from {_KINDS[theirs]} there"]
@@ -70,6 +76,10 @@ class SavedGenerators(SavedGenerator):
             each.check(saved, storage)
 
     def differences(self, state: Any) -> list[str]:
+        if isinstance(state, dict):
+            forms.check(_STATES, state, "the states of the generators")
+            if len(state["members"]) != len(self._each):
+                return [f"the ensemble has {len(self._each)} generators here, {len(state['members'])} there"]
         return [difference for each, saved in self._with_states(state) for difference in each.differences(saved)]
 
     def _with_states(self, state: Any) -> Iterator[tuple[SavedGenerator, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engram import _forms as forms
 from engram import pytree
 from engram.data.replay_buffers.state.checkpointers.items import ListStorageCheckpointer
 from engram.data.replay_buffers.state.plans import SavableStorage, SavedStorage
@@ -168,7 +169,7 @@ class SavedItems(SavedStorage):
         items = [pytree.clone(item) for item in table.items()]
         return {"items": items, "counters": table.counters(), "sequences": table.sequences()}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: Any) -> None:
         check_state(state, self._table.max_size)
 
     def fill(self, state: dict[str, Any]) -> None:
@@ -187,13 +188,14 @@ class SavedItems(SavedStorage):
         return needs == "items"
 
 
-def check_state(state: dict[str, Any], max_size: int | None) -> None:
+_STATE = forms.record({"items": forms.list_of(forms.anything), "counters": forms.anything, "sequences": forms.anything})
+
+
+def check_state(state: Any, max_size: int | None) -> None:
     """A ValueError where items in memory, with their counters and sequences, do not fit."""
-    try:
-        counters, n = Counters(state["counters"]), len(state["items"])
-        check_sequences(state["sequences"], n)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the state of the storage is not one that state_dict gave ({error!r})") from error
+    forms.check(_STATE, state, "the state of the storage")
+    counters, n = Counters(state["counters"]), len(state["items"])
+    check_sequences(state["sequences"], n)
     if (counters.lanes, counters.rows) != (1, n):
         raise ValueError(f"{n} items do not fit counters of {counters.rows} in {counters.lanes} lanes")
     check_room(max_size, state["counters"])
@@ -236,7 +238,7 @@ class SavedSteps(SavedStorage):
         steps = StepsAsItems(self._storage)
         return {"items": steps.items(), "counters": steps.counters(), "sequences": steps.sequences()}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: Any) -> None:
         check_state(state, self._storage.max_size)
 
     def fill(self, state: dict[str, Any]) -> None:

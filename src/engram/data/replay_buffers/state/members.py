@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+from engram import _forms as forms
 from engram.data.replay_buffers.state.checkpointers.members import StorageEnsembleCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.errors import CheckpointMisfitError, differences_of
@@ -47,7 +48,8 @@ class SavedMembers(SavedStorage):
     def state(self) -> dict[str, Any]:
         return {"members": [member.state_dict() for member in self._storage.storages]}
 
-    def check(self, state: dict[str, Any]) -> None:
+    def check(self, state: Any) -> None:
+        forms.check(forms.record({"members": forms.list_of(forms.anything)}), state, "the state of the ensemble")
         members, saved = self._storage.storages, state["members"]
         if len(saved) != len(members):
             raise CheckpointMisfitError(_MISFIT, [f"{len(members)} members here, {len(saved)} there"])

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from engram import _forms as forms
 from engram._arguments import BUILT_IN
 from engram._text import log
+from engram.checkpoint.snapshot import PART
+from engram.errors import CheckpointMisfitError
 from engram.transforms.compose import Compose
 
 
@@ -62,8 +65,25 @@ class SavedPart:
         return copy.deepcopy(self.state(storage))
 
     # ---- loading ----
+    def check_fits(self, state: Any) -> None:
+        """A CheckpointMisfitError, with every reason, where a state cannot be loaded; changes nothing."""
+        try:
+            different = self.differences(state)
+        except ValueError as error:
+            different = [str(error)]
+        if different:
+            raise CheckpointMisfitError(f"the state does not fit this {self._owner}", different)
+
     def differences(self, state: Any) -> list[str]:
-        """What of a saved state does not fit this part; changes nothing."""
+        """What of a saved state does not fit this part; changes nothing.
+
+        Raises:
+            ValueError: no such part can have saved it.
+        """
+        if self.is_ours or self._settings:
+            forms.check(
+                forms.record({}, dict.fromkeys(self._settings, forms.plain)), state, f"the state of the {self._owner}"
+            )
         return [
             f"the {self._owner} has {name}={mine!r} here, {state.get(name)!r} there"
             for name, mine in self._settings.items()
@@ -150,6 +170,7 @@ class SavedTransformsOfEach(SavedPart):
     def differences(self, state: Any) -> list[str]:
         if state is None:
             return []
+        forms.check(forms.record({}, {"each": forms.list_of(forms.anything)}), state, "the state of the transforms")
         saved = state.get("each", [])
         if len(saved) != len(self.members):
             here, there = len(self.members) - 1, len(saved) - 1
@@ -178,12 +199,13 @@ class SavedEnsemble(SavedPart):
         self._name = name
 
     def differences(self, state: Any) -> list[str]:
+        forms.check(forms.record({self._name: forms.list_of(PART)}), state, f"the state of the {self._owner}")
         saved = state[self._name]
         if len(saved) != len(self.members):
             return [f"the ensemble has {len(self.members)} {self._name} here, {len(saved)} there"]
         differences = super().differences(state)
         for i, (member, one) in enumerate(zip(self.members, saved, strict=True)):
-            kind, member_state = one["kind"], one["state"]
+            kind, member_state = one.get("kind"), one["state"]
             if kind != member.kind:
                 differences.append(f"{self._name[:-1]} {i} is a {member.kind} here, a {kind} there")
             else:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
+from engram.errors import CheckpointMisfitError
 from engram.store.lanes import Lanes
 from engram.store.rows import Checked, Rows
 
@@ -115,9 +116,18 @@ class SavedStorage(abc.ABC):
     def state(self) -> dict[str, Any]:
         """Rows and counters in memory."""
 
+    def check_fits(self, state: Any) -> None:
+        """A CheckpointMisfitError, with every difference, where a state cannot be filled in; changes nothing."""
+        try:
+            self.check(state)
+        except CheckpointMisfitError:
+            raise
+        except ValueError as error:
+            raise CheckpointMisfitError("the state does not fit this storage", [str(error)]) from error
+
     @abc.abstractmethod
-    def check(self, state: dict[str, Any]) -> None:
-        """A ValueError where what `state` gave does not fit; changes nothing."""
+    def check(self, state: Any) -> None:
+        """A ValueError where this is not what `state` gave, or does not fit; changes nothing."""
 
     @abc.abstractmethod
     def fill(self, state: dict[str, Any]) -> None:

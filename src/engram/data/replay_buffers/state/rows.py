@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram import _forms as forms
 from engram.checkpoint.protocols import Rows, RowSource
 from engram.checkpoint.writer import Block
 from engram.data.replay_buffers.state.checkpointers.rows import RowRestorePlan, TensorStorageCheckpointer
@@ -325,9 +326,16 @@ class _SpilledRows:
         return rows.reshape(self._shape)
 
 
-_NO_STATE = "the state of the storage is not one that state_dict gave"
+_STATE = forms.record(
+    {
+        "layout": forms.nullable(forms.plain),
+        "counters": forms.plain,
+        "rows": forms.list_of(forms.tensor(torch.uint8, ndim=3)),
+    }
+)
 #: Of the state of a storage that keeps each observation once: as in a manifest, and the content of each chunk's file.
 _OF_CHUNKS = ("layout", "counters", "rows_per_chunk", "observations", "chunks")
+_STATE_OF_CHUNKS = forms.record({**dict.fromkeys(_OF_CHUNKS, forms.plain), "files": forms.mapping_of(forms.anything)})
 
 
 class _StateFiles:
@@ -369,10 +377,7 @@ class _StateFiles:
 
 def _plan_of_chunks(state: dict[str, Any]) -> RowRestorePlan:
     """The load of a state whose rows are in chunks; CorruptCheckpointError where its description cannot be true."""
-    files = state["files"]
-    if not isinstance(files, dict):
-        raise TypeError(f"its files are {files!r:.80}")
-    return TensorStorageCheckpointer().plan_restore(_StateFiles(files), state)
+    return TensorStorageCheckpointer().plan_restore(_StateFiles(state["files"]), state)
 
 
 class SavedRows(SavedStorage):
@@ -441,20 +446,19 @@ class SavedRows(SavedStorage):
         rows = [torch.from_numpy(block[:, n:]) for block, n in zip(blocks, lost, strict=True)]
         return {"layout": self._now.layout_state(), "counters": counters, "rows": rows}
 
-    def check(self, state: dict[str, Any]) -> None:
-        sink = self.sink()
-        try:
-            if "files" in state:
-                plan = _plan_of_chunks(state)
-                plan.check(sink)
-                plan.verify()
-                return
+    def check(self, state: Any) -> None:
+        sink, is_of_chunks = self.sink(), isinstance(state, dict) and "files" in state
+        forms.check(_STATE_OF_CHUNKS if is_of_chunks else _STATE, state, "the state of the storage")
+        if not is_of_chunks:
             check_rows(state)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{_NO_STATE} ({error!r})") from error
+            sink.check_restore(state["layout"], state["counters"])
+            return
+        try:
+            plan = _plan_of_chunks(state)
+            plan.check(sink)
+            plan.verify()
         except CorruptCheckpointError as error:
-            raise ValueError(f"{_NO_STATE} ({error})") from error
-        sink.check_restore(state["layout"], state["counters"])
+            raise ValueError(f"the state of the storage is not one that state_dict gave: {error}") from error
 
     def fill(self, state: dict[str, Any]) -> None:
         load = self.sink()
@@ -541,11 +545,15 @@ def env_shape_of(layout: dict[str, Any]) -> tuple[int, ...]:
 
 
 def check_rows(state: dict[str, Any]) -> None:
-    """ValueError, KeyError, TypeError or AttributeError where the rows of a state are not those of its counters."""
-    layout, counters, rows = state["layout"], state["counters"], state["rows"]
-    envs = Counters(counters).envs
-    row_bytes = 0 if layout is None else layout["row_bytes"]
-    expected = [(envs, lane["published"] - lane["base"], row_bytes) for lane in counters["lanes"]]
-    shapes = [tuple(some.shape) if some.dtype is torch.uint8 else some.dtype for some in rows]
+    """ValueError where the rows of a state are not those of its counters."""
+    layout, counters = state["layout"], state["counters"]
+    checked, row_bytes = Counters(counters), 0
+    if layout is not None:
+        row_bytes = layout_of(layout, None).payload_bytes
+        checked.check_envs(layout)
+    elif checked.rows:
+        raise ValueError(f"counters of {checked.rows} rows without a layout")
+    expected = [(checked.envs, lane["published"] - lane["base"], row_bytes) for lane in counters["lanes"]]
+    shapes = [tuple(some.shape) for some in state["rows"]]
     if shapes != expected:
         raise ValueError(f"the rows of the lanes are uint8 {shapes}, their counters say {expected}")

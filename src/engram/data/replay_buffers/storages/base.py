@@ -465,8 +465,13 @@ class Storage(MadeFromParts):
             return self.saved_form.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replaces everything by what `state_dict` gave; a ValueError where it does not fit."""
-        self.saved_form.check(state)
+        """Replaces everything by what `state_dict` gave.
+
+        Raises:
+            CheckpointMisfitError: it is no such state, or does not fit; every difference is listed, and nothing is
+                changed. It is a ValueError, too.
+        """
+        self.saved_form.check_fits(state)
         with self.access.replacing("load_state_dict"):
             self.saved_form.fill(state)
         for buffer in list(self._attached):

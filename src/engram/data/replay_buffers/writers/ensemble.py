@@ -85,9 +85,7 @@ class WriterEnsemble(Writer, built_in=True):
         return {"writers": [{"kind": w.saved_form.kind, "state": w.state_dict()} for w in self._writers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.saved_form.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        self.saved_form.check_fits(state)
         for writer, saved in zip(self._writers, state["writers"], strict=True):
             writer.load_state_dict(saved["state"])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import engram._native as _native
+from engram import _forms as forms
 from engram import pytree
 from engram._arguments import BUILT_IN
 from engram._copies import PartlyCopied
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "median", "min")
 _NATIVE = (torch.float32, torch.float64, torch.int64)
 _PIECE = 1 << 20  # rows whose ranks are read at once
+_RANKS = forms.record({"ranks": forms.tensor(torch.float64, ndim=1), "slots": forms.tensor(torch.int64, ndim=1)})
 
 
 class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
@@ -292,9 +294,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         return {"rank_key": self._path, "reduction": self.reduction}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        different = self.saved_form.differences(state)
-        if different:
-            raise ValueError("; ".join(different))
+        self.saved_form.check_fits(state)
         super().load_state_dict(state)
         self._loaded = (state["ranks"].clone(), state["slots"].clone()) if "ranks" in state else None
 
@@ -306,15 +306,9 @@ class _SavedRanks(SavedWriter):
     """A writer that keeps the best, as it is saved and loaded."""
 
     def differences(self, state: Any) -> list[str]:
+        different = super().differences(state)
         if "ranks" in state:
-            _check_ranks(state["ranks"], state["slots"])
-        return super().differences(state)
-
-
-def _check_ranks(ranks: Any, slots: Any) -> None:
-    """ValueError where these are not the ranks and slots of stored items."""
-    for values, dtype in ((ranks, torch.float64), (slots, torch.int64)):
-        if not isinstance(values, Tensor) or values.dtype is not dtype or values.ndim != 1:
-            raise ValueError(f"a saved writer has {values!r:.80} where there are ranks or slots")
-    if len(ranks) != len(slots):
-        raise ValueError(f"a saved writer has {len(ranks)} ranks for {len(slots)} slots")
+            forms.check(_RANKS, state, "the state of the writer")
+            if len(state["ranks"]) != len(state["slots"]):
+                raise ValueError(f"a saved writer has {len(state['ranks'])} ranks for {len(state['slots'])} slots")
+        return different

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from engram import _forms as forms
 from engram._arguments import BUILT_IN
 from engram._copies import pickle_by_state
 from engram._overrides import overrides
@@ -216,7 +217,12 @@ class Writer(abc.ABC):
         return {"cursor": self._cursor}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state; the storage may get its rows before or after."""
+        """Goes on from a saved state; the storage may get its rows before or after.
+
+        Raises:
+            CheckpointMisfitError: it is no state of such a writer. Nothing is changed. It is a ValueError, too.
+        """
+        self.saved_form.check_fits(state)
         if "cursor" not in state:
             return
         if self._sets_rows or self._own_cursor is not None:
@@ -276,10 +282,10 @@ class SavedWriter(SavedPart):
     """A writer, as it is saved and loaded."""
 
     def differences(self, state: Any) -> list[str]:
-        cursor = state.get("cursor", 0) if self.is_ours else 0
-        if type(cursor) is not int or cursor < 0:
-            raise ValueError(f"a saved writer has the cursor {cursor!r:.80}")
-        return super().differences(state)
+        different = super().differences(state)
+        if self.is_ours:
+            forms.check(forms.record({}, {"cursor": forms.integer()}), state, "the state of the writer")
+        return different
 
 
 def _writes_by_others(cls: type[Writer]) -> bool:
