@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.each import each
+from engram.collectors import SyncDataCollector
 from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.transforms import CatFrames, InitTracker, Reward2GoTransform, RewardSum, StepCounter
+from engram.envs import GymEnv
+from engram.transforms import CatFrames, InitTracker, Reward2GoTransform, RewardSum, StepCounter, TrajCounter
 from transforms.data import steps
 
 done_of = st.lists(st.booleans(), min_size=1, max_size=20)
@@ -192,6 +194,21 @@ def test_ids_say_whether_a_write_goes_on():
     for number in (4, 4, 5, 4):
         rb.extend(whole.clone().set(("collector", "traj_ids"), torch.full((6,), number)))
     assert rb[:]["is_init"].flatten().nonzero().flatten().tolist() == [0, 12, 18]
+
+
+def test_a_second_collector_continues_no_trajectory_of_the_first():
+    rb = ReplayBuffer(storage=LazyTensorStorage(30))
+    for transform in (StepCounter(), RewardSum(), InitTracker(), TrajCounter()):
+        rb.append_transform(transform, invert=True)
+    for _ in range(2):  # both number their trajectory 0
+        for _ in SyncDataCollector(GymEnv("CartPole-v1"), frames_per_batch=4, total_frames=8, replay_buffer=rb):
+            pass
+    rows = rb[:]
+    assert rows["collector", "traj_ids"].tolist() == [0] * 16
+    assert rows["step_count"].flatten().tolist() == [*range(8)] * 2
+    assert rows["next", "episode_reward"].flatten().tolist() == [*range(1, 9)] * 2
+    assert rows["is_init"].flatten().nonzero().flatten().tolist() == [0, 8]
+    assert rows["traj_count"].flatten().tolist() == [0] * 8 + [1] * 8
 
 
 # ---- what is still earned ----

@@ -838,6 +838,9 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             )
         return writing if writing.items is None else self.inverse_stream(writing)
 
+    def end_trajectories(self) -> None:
+        """Called when a buffer that it was appended to with `invert=True` is flushed: the next write continues none."""
+
     # ---- state ----
     @property
     def _memory(self) -> AttributeMemory:
@@ -918,6 +921,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """Restores the result of `get_extra_state`; `{}` is the state of an unused transform."""
         if self._has_memory:
             self._memory.load_state_dict(self._owner, state)
+
+    def state_is_optional(self) -> bool:
+        """Whether nothing is lost where the state is not loaded: a buffer without this transform may load it, then."""
+        return False
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can."""
@@ -1030,6 +1037,11 @@ class InvertedTransform(Transform, built_in=True):
     def forward_stream(self, writing: WriteRequest) -> WriteRequest:
         return self.transform.inverse_stream(writing)
 
+    def flush(self, writing: WriteRequest) -> WriteRequest:
+        flushed = super().flush(writing)
+        self.transform.end_trajectories()
+        return flushed
+
     def changes_writes(self) -> bool:
         return True
 
@@ -1047,6 +1059,9 @@ class InvertedTransform(Transform, built_in=True):
 
     def set_extra_state(self, state: Any) -> None:
         self.transform.load_state_dict(state)
+
+    def state_is_optional(self) -> bool:
+        return self.transform.state_is_optional()
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         return self.transform.differences(state)

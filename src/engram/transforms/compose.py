@@ -163,7 +163,8 @@ class Compose(Transform, built_in=True):
         for (kind, nth), transform in self._named().items():
             state = transform.state_dict()
             if state:
-                entries.append({"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()})
+                entry = {"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()}
+                entries.append({**entry, "optional": True} if transform.state_is_optional() else entry)
         return {"transforms": entries} if entries else {}
 
     def set_extra_state(self, state: Any) -> None:
@@ -174,8 +175,10 @@ class Compose(Transform, built_in=True):
         """
         if differences := self.differences(state):
             raise ValueError("the state does not fit: " + "; ".join(differences))
-        saved = {(entry["kind"], entry["nth"]): entry["state"] for entry in state.get("transforms", [])}
-        for name, transform in self._named().items():
+        own = self._named()
+        fitting = [(name, entry) for name, entry in self._entries(state) if not self._misfits(own.get(name), entry)]
+        saved = {name: entry["state"] for name, entry in fitting}
+        for name, transform in own.items():
             if name in saved:
                 transform.load_state_dict(saved[name])
             elif transform.state_dict():
@@ -184,24 +187,35 @@ class Compose(Transform, built_in=True):
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; transforms without a state do not count."""
         differences, own = [], self._named()
-        for entry in state.get("transforms", []):
-            transform = own.get((entry["kind"], entry["nth"]))
-            if transform is None:
-                kinds = [t.kind for t in self.transforms]
-                differences.append(
-                    f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}"
-                )
+        for name, entry in self._entries(state):
+            transform = own.get(name)
+            misfits = self._misfits(transform, entry)
+            if misfits and entry.get("optional", False):
                 continue
-            saved = entry["settings"]
-            differences += [
-                f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
-                for name, mine in transform.state_settings().items()
-                if name not in saved or saved[name] != mine
-            ]
+            differences += misfits
+            if transform is None:
+                continue
             differences += transform.differences(entry["state"])
             if not differences and type(transform) in BUILT_IN:
                 copy.deepcopy(transform).load_state_dict(entry["state"])  # raises if it cannot be loaded
         return differences
+
+    @staticmethod
+    def _entries(state: dict[str, Any]) -> list[tuple[tuple[str, int], dict[str, Any]]]:
+        """The saved states, by kind and position."""
+        return [((entry["kind"], entry["nth"]), entry) for entry in state.get("transforms", [])]
+
+    def _misfits(self, transform: Transform | None, entry: dict[str, Any]) -> list[str]:
+        """The reasons why a state is not that of this transform."""
+        if transform is None:
+            kinds = [t.kind for t in self.transforms]
+            return [f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}"]
+        saved = entry["settings"]
+        return [
+            f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
+            for name, mine in transform.state_settings().items()
+            if name not in saved or saved[name] != mine
+        ]
 
     def _named(self) -> dict[tuple[str, int], Transform]:
         """The transforms by kind and position among those of that kind."""

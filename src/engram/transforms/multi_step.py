@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -188,55 +188,79 @@ class _Border:
 
     Flags and ids do not tell a second run of a program, or another collector, that numbers its trajectories from 0,
     too. So entries that follow a step are compared with those of the next step, as the storage compares them
-    (`engram.store.border`). One that differs counts only if it agreed where two steps met before. Other than there, one
-    that agrees, and changed in the step, shows that the trajectory goes on all the same, as a goal may be set anew: a
-    cut costs an n-step row all steps behind it, and a slice only its length.
+    (`engram.store.border`). One that differs counts only if it agreed the last time that two steps met, at a border or
+    within a batch, however long ago that was. Other than there, one that agrees, and changed in the step, shows that
+    the trajectory goes on all the same, as a goal may be set anew: a cut costs an n-step row all steps behind it, and a
+    slice only its length.
 
     Args:
         next_keys: entries that follow a step, as `"next_obs"`; without them all that is under `"next"` does.
+        agreed: the attribute of another border, to continue with.
 
     Attributes:
-        agreed: of entries that were compared, whether they agreed the last time.
+        agreed: of entries that were compared, whether they agreed the last time; None: at a border that the trajectory
+            crossed they did not, as the hidden state of a policy that begins each batch with zeros. Then it says
+            nothing that they agree within batches, and that they differ only counts where nothing agrees.
     """
 
-    def __init__(self, next_keys: Sequence[Key]) -> None:
+    def __init__(self, next_keys: Sequence[Key], agreed: Mapping[tuple[Any, ...], bool | None] | None = None) -> None:
         self._next_paths = [key_path(key) for key in next_keys]
         self._paths: list[tuple[Any, ...]] = []
         self._pairs: list[tuple[int, int]] = []
-        self.agreed: dict[tuple[Any, ...], bool] = {}
+        self.agreed: dict[tuple[Any, ...], bool | None] = dict(agreed or {})
 
     def cuts(self, rows: _Rows, at: int, now: TrajectoryBounds) -> Tensor:
         """bool [S]: in which environments another trajectory begins at step `at`, by the entries of the step before."""
-        if rows.paths != self._paths:
-            self._paths, self._pairs = rows.paths, self._pairs_of(rows)
-        ended = now.ends[:, at - 1]
+        ended, pairs = now.ends[:, at - 1], self._pairs_of(rows)
         differs, goes_on = torch.zeros_like(ended), ended.clone()
-        if not self._pairs or bool(ended.all()):
+        if not pairs or bool(ended.all()):
             return differs
-        for before, after in self._pairs:
-            path = rows.paths[after]
-            if path not in self.agreed:
-                self._learn(rows, before, after, at, now)
-            same = _meets(rows, before, after, at, now)
-            all_agree = bool((same | ended).all())
-            if not self.agreed.get(path, False):
-                self.agreed[path] = all_agree
-            elif not all_agree:
-                differs |= ~same
-                del self.agreed[path]  # it must be seen to agree again
-            goes_on |= same & ~_same(rows, (before, at - 1), (after, at - 1), now)
+        unknown = [pair for pair in pairs if rows.paths[pair[1]] not in self.agreed]
+        if unknown and not self._learn(rows, unknown, max(0, at - 2), at, now):
+            self._learn(rows, unknown, at, rows.steps, now)
+        same = torch.stack([_meets(rows, before, after, at, now) | ended for before, after in pairs])
+        for (before, after), agrees in zip(pairs, same, strict=True):
+            agreed = self.agreed.get(rows.paths[after], False)
+            if agreed or agreed is None:
+                differs |= ~agrees if agreed else ~same.any(0)
+            goes_on |= agrees & ~_same(rows, (before, at - 1), (after, at - 1), now)
+        for (_, after), agrees in zip(pairs, same, strict=True):
+            self._keep(rows.paths[after], agrees, goes_on)
         return differs & ~goes_on
 
-    def _learn(self, rows: _Rows, before: int, after: int, at: int, now: TrajectoryBounds) -> None:
-        """Compares two steps beside the border that flags and ids join."""
-        for k in (at - 1, at + 1):
-            if 0 < k < rows.steps and not bool(now.ends[:, k - 1].all()):
-                same = _meets(rows, before, after, k, now) | now.ends[:, k - 1]
+    def _keep(self, path: tuple[Any, ...], agrees: Tensor, goes_on: Tensor) -> None:
+        """Keeps whether an entry agrees at a border."""
+        if bool(agrees.all()):
+            self.agreed[path] = True
+        elif bool((goes_on & ~agrees).any()):
+            self.agreed[path] = None
+        elif self.agreed.get(path, False):
+            del self.agreed[path]  # it must be seen to agree again
+        else:
+            self.agreed.setdefault(path, False)
+
+    def learn(self, rows: _Rows, start: int, stop: int, now: TrajectoryBounds) -> None:
+        """Keeps whether entries agree between the last two joined steps of those from `start` to `stop - 1`, if any."""
+        if stop - start > 1:
+            self._learn(rows, self._pairs_of(rows), start, stop, now)
+
+    def _learn(self, rows: _Rows, pairs: list[tuple[int, int]], start: int, stop: int, now: TrajectoryBounds) -> bool:
+        """`learn` of these entries; returns whether there are two such steps."""
+        joined = ~now.ends[:, start : max(start, stop - 1)]
+        at = joined.any(0).nonzero()
+        if not len(at):
+            return False
+        last = start + int(at[-1]) + 1
+        for before, after in pairs:
+            if self.agreed.get(rows.paths[after], False) is not None:
+                same = _meets(rows, before, after, last, now) | now.ends[:, last - 1]
                 self.agreed[rows.paths[after]] = bool(same.all())
-                return
+        return True
 
     def _pairs_of(self, rows: _Rows) -> list[tuple[int, int]]:
         """Each leaf that follows a step, and the same of the step, where both have one form."""
+        if rows.paths == self._paths:
+            return self._pairs
         number = {path: i for i, path in enumerate(rows.paths)}
         pairs = []
         for path, i in number.items():
@@ -245,6 +269,7 @@ class _Border:
                 a, b = rows.leaves[i], rows.leaves[j]
                 if a.dtype == b.dtype and a.shape == b.shape:
                     pairs.append((i, j))
+        self._paths, self._pairs = rows.paths, pairs
         return pairs
 
     def _step_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -387,7 +412,7 @@ class MultiStepTransform(Transform, built_in=True):
         if ordered.held is not None:
             rows = _Rows.of(ordered.held, dims) if rows is None else rows.then(ordered.held, dims)
         assert rows is not None
-        now, cuts = self._trajectories(rows, dims)
+        now, cuts = self._trajectories(rows, dims, n_known)
         ready = self._complete(now, n_known)
         complete = _Rows.of(self._with_n_steps(rows.batch(), now), dims)
         self._held = rows.part(ready, n_known) if ready < n_known else None
@@ -406,7 +431,7 @@ class MultiStepTransform(Transform, built_in=True):
             rows = rows.then(writing.items, writing.batch_dims) if rows else _Rows.of(writing.items, writing.batch_dims)
         if rows is None:
             return writing
-        now, _ = self._trajectories(rows, writing.batch_dims)
+        now, _ = self._trajectories(rows, writing.batch_dims, rows.steps)
         self._held = self._cuts = None
         items = self._with_n_steps(rows.batch(), now)
         return writing._replace(items=items, time_dim=writing.batch_dims - 1, resized=True)
@@ -420,27 +445,25 @@ class MultiStepTransform(Transform, built_in=True):
     def _bounding(self) -> tuple[str, Key | None, Key | None]:
         return "MultiStepTransform", self.done_key, self.traj_key
 
-    def _trajectories(self, rows: _Rows, dims: int) -> tuple[TrajectoryBounds, Tensor | None]:
+    def _trajectories(self, rows: _Rows, dims: int, known: int) -> tuple[TrajectoryBounds, Tensor | None]:
         """The trajectories of steps that begin with those that are held back; and which ends no flag and no id tells,
-        bool [S, T], None where there are none.
+        bool [S, T], None where there are none. Those from `known` on come again.
         """
         now, held = trajectory_bounds(rows.batch(), *self._bounding, dims=dims), self.held_back
-        if not held:
-            return now, None
-        if self._cuts is not None:
-            self._cuts = self._cuts.to(now.ends.device)
-            now.ends[:, :held] |= self._cuts
         if self._border is None:
             self._border = _Border(self.next_keys)
-        new = self._border.cuts(rows, held, now) if held < rows.steps else None
-        if self._cuts is None and (new is None or not bool(new.any())):
-            return now, None
-        cuts = torch.zeros_like(now.ends)
+        cuts = None
         if self._cuts is not None:
-            cuts[:, :held] = self._cuts
-        if new is not None:
-            cuts[:, held - 1] |= new
-        now.ends.logical_or_(cuts)
+            cuts = torch.zeros_like(now.ends)
+            cuts[:, :held] = self._cuts.to(cuts.device)
+            now.ends.logical_or_(cuts)
+        if 0 < held < rows.steps:
+            new = self._border.cuts(rows, held, now)
+            if bool(new.any()):
+                cuts = torch.zeros_like(now.ends) if cuts is None else cuts
+                cuts[:, held - 1] |= new
+                now.ends.logical_or_(cuts)
+        self._border.learn(rows, held, known, now)
         return now, cuts
 
     def _with_n_steps(self, batch: Any, now: TrajectoryBounds) -> Any:
@@ -473,31 +496,39 @@ class MultiStepTransform(Transform, built_in=True):
     def empty(self) -> None:
         self._held = self._cuts = self._border = None
 
+    def remember(self) -> Any:
+        return self._held, self._cuts, None if self._border is None else dict(self._border.agreed)
+
+    def undo(self, before: Any) -> None:
+        self._held, self._cuts, agreed = before
+        self._border = None if agreed is None else _Border(self.next_keys, agreed)
+
+    def state_is_optional(self) -> bool:
+        return self._held is None
+
     def get_extra_state(self) -> dict[str, Any]:
-        if self._held is None:
-            return {}
-        held = {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
+        state: dict[str, Any] = {}
+        if self._held is not None:
+            held = self._held
+            state = {"form": held.form.to_json(), "leaves": list(held.leaves), "lead": list(held.lead)}
         if self._cuts is not None:
-            held["cuts"] = self._cuts
+            state["cuts"] = self._cuts
         if self._border is not None and self._border.agreed:
-            held["agreed"] = [[list(path), agreed] for path, agreed in self._border.agreed.items()]
-        return held
+            state["agreed"] = [[list(path), agreed] for path, agreed in self._border.agreed.items()]
+        return state
 
     def set_extra_state(self, state: Any) -> None:
-        self._held = self._cuts = self._border = None
-        if state:
-            form, lead = TreeSpec.from_json(state["form"]), tuple(state["lead"])
-            held, cuts, border = (
-                _Rows(form, form.paths(), list(state["leaves"]), lead, None),
-                None,
-                _Border(self.next_keys),
-            )
+        held, cuts = None, None
+        if "form" in state:
+            form = TreeSpec.from_json(state["form"])
+            held = _Rows(form, form.paths(), list(state["leaves"]), tuple(state["lead"]), None)
             if "cuts" in state:
-                cuts, shape = state["cuts"], (math.prod(lead), held.steps)
+                cuts, shape = state["cuts"], (math.prod(held.lead), held.steps)
                 if not isinstance(cuts, Tensor) or cuts.dtype != torch.bool or tuple(cuts.shape) != shape:
                     raise ValueError(f"'cuts' of a MultiStepTransform is a bool {list(shape)}, got {cuts!r}")
-            border.agreed = {tuple(path): bool(agreed) for path, agreed in state.get("agreed", ())}
-            self._held, self._cuts, self._border = held, cuts, border
+        agreed = {tuple(path): agreed for path, agreed in state.get("agreed", ())}
+        self._held, self._cuts = held, cuts
+        self._border = _Border(self.next_keys, agreed) if state else None
 
     def state_settings(self) -> dict[str, Any]:
         flat = {"next_keys": self.next_keys} if self.next_keys else {}

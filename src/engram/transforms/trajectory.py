@@ -210,7 +210,8 @@ class TrajectoryTransform(Transform, built_in=True):
 
     `forward` treats each batch separately: rollouts, `rb[:]`, or batches of slice samplers. Appended to a buffer with
     `invert=True` it transforms written data, and the next `extend` or `add` continues where the last one
-    stopped, unless that ended a trajectory or the trajectory ids differ.
+    stopped, unless that ended a trajectory, the trajectory ids differ, or `flush_transforms()` was called between them,
+    as a collector does before its first batch. A run that numbers its trajectories as the one before calls it, too.
 
     In an environment it continues from step to step and restarts at resets, so that a rollout equals `forward` of
     the base environment's rollout. Each environment has its own copy.
@@ -316,6 +317,10 @@ class TrajectoryTransform(Transform, built_in=True):
             value = self._run(batch, now, continues, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
         return batch, CarryOver(now.done[:, -1].clone(), ids, value)
+
+    def end_trajectories(self) -> None:
+        if self._carry_over is not None:
+            self._carry_over = self._carry_over._replace(done=torch.ones_like(self._carry_over.done))
 
     # ---- state ----
     def empty(self) -> None:
