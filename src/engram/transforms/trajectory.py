@@ -19,7 +19,9 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram.pytree import (
+    MASK,
     Key,
+    KeyPath,
     Keys,
     as_key,
     as_path,
@@ -30,6 +32,7 @@ from engram.pytree import (
     key_path,
     require_tensor,
     set_entry,
+    steps_of_padded,
     unstack,
 )
 from engram.specs import Categorical, Spec, Unbounded
@@ -103,7 +106,7 @@ def trajectory_bounds(
     who: str,
     done_key: Key | None = None,
     traj_key: Key | None = None,
-    mask_key: Key | None = None,
+    mask_key: Key | KeyPath = MASK,
     dims: int | None = None,
 ) -> TrajectoryBounds:
     """The trajectories of a batch, from done flags (`("next", "done")` or `"done"`), ids, `"is_init"` and a mask.
@@ -125,9 +128,8 @@ def trajectory_bounds(
     if ids is not None:
         ends[:, :-1] |= ids[:, 1:] != ids[:, :-1]
     ends[:, :-1] |= starts[:, 1:]
-    mask = None if mask_key is None else get_tensor(batch, mask_key)
-    if mask is not None and mask_key is not None:
-        is_step = _flags(view, mask, mask_key)
+    is_step = steps_of_padded(batch, (view.rows, view.steps), mask_key)
+    if is_step is not None:
         ends |= ~is_step  # each step of padding is a trajectory of its own
         ends[:, :-1] |= ~is_step[:, 1:]
     return TrajectoryBounds(view, done, ids, starts, ends)
@@ -195,7 +197,7 @@ Self = TypeVar("Self", bound="TrajectoryTransform")
 class CarryOver(NamedTuple):
     """The state that a transform keeps from a written batch to continue in the next one."""
 
-    done: Tensor  # [S]: whether its last step ended a trajectory
+    done: Tensor  # [S]: whether its last step ended a trajectory, or is padding
     ids: Tensor | None  # [S]: that step's trajectory
     value: Any  # what `_run` returned
 
@@ -204,9 +206,10 @@ class TrajectoryTransform(Transform, built_in=True):
     """Base class of transforms along time: they take batches `[*, T]` and never cross a trajectory's end.
 
     Trajectories end at done flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where
-    ids change (`traj_key`; if None `("collector", "traj_ids")` or `"episode"`, if the batch has them), and before
-    `"is_init"`. The batch dimensions of a plain dict are those of its flags without a last dimension of 1. Batches
-    without steps stay unchanged on reading, and are an error on writing.
+    ids change (`traj_key`; if None `("collector", "traj_ids")` or `"episode"`, if the batch has them), before
+    `"is_init"`, and at padding, where `("collector", "mask")` is False. The batch dimensions of a plain dict are those
+    of its flags without a last dimension of 1. Batches without steps stay unchanged on reading, and are an error on
+    writing.
 
     `forward` treats each batch separately: rollouts, `rb[:]`, or batches of slice samplers. Appended to a buffer with
     `invert=True` it transforms written data, and the next `extend` or `add` continues where the last one
@@ -316,7 +319,7 @@ class TrajectoryTransform(Transform, built_in=True):
         with torch.no_grad():  # the value would otherwise keep the graph of all earlier batches
             value = self._run(batch, now, continues, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
-        return batch, CarryOver(now.done[:, -1].clone(), ids, value)
+        return batch, CarryOver(now.ends[:, -1].clone(), ids, value)
 
     def end_trajectories(self) -> None:
         if self._carry_over is not None:

@@ -25,7 +25,6 @@ from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, 
 from engram.data.replay_buffers.samplers.epochs import SliceEpochs
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.data.replay_buffers.samplers.runs import (
-    MASK,
     TRUNCATED,
     Cut,
     Marking,
@@ -41,7 +40,7 @@ from engram.data.replay_buffers.samplers.runs import (
     shown_key,
     stored_flags,
 )
-from engram.pytree import Key, KeyPath, as_path, map_outermost
+from engram.pytree import MASK, Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:
