@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -13,6 +15,7 @@ from engram._arguments import BUILT_IN, describe
 from engram.pytree import Key
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import StreamTraits, Transform, WriteRequest
+from engram.transforms.roles import Role
 
 
 def describe_transform(transform: Transform) -> dict[str, Any]:
@@ -35,6 +38,17 @@ class Compose(Transform, built_in=True):
     def __init__(self, *transforms: Any) -> None:
         self.transforms = [as_transform(t) for t in transforms]
 
+    def roles(self) -> Role:
+        return functools.reduce(operator.or_, (transform.roles() for transform in self.transforms), Role.NOTHING)
+
+    def read(self, batch: Any, loose: int = 0, rows: Any = None) -> Any:
+        if type(self) not in BUILT_IN:  # it may have a `forward` of its own
+            return self.forward(batch)
+        rows = batch if rows is None else rows
+        for transform in self.transforms:
+            batch = transform.read(batch, loose, rows)
+        return batch
+
     def forward(self, batch: Any) -> Any:
         for transform in self.transforms:
             batch = transform.forward(batch)
@@ -54,6 +68,15 @@ class Compose(Transform, built_in=True):
         for transform in reversed(self.transforms):
             tensordict = transform.inv(tensordict)
         return tensordict
+
+    @property
+    def takes_whole_trajectories(self) -> bool:
+        return any(transform.takes_whole_trajectories for transform in self.transforms)
+
+    def inv_alone(self, batch: Any) -> Any:
+        for transform in reversed(self.transforms):
+            batch = transform.inv_alone(batch)
+        return batch
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
         return all(type(t) in BUILT_IN and t.acts_by_row(row_ndim) for t in self.transforms)

@@ -18,6 +18,7 @@ from engram.pytree import (
     as_key,
     as_keys,
     as_tensor,
+    collate_items,
     copy_containers,
     describe,
     flatten,
@@ -29,8 +30,9 @@ from engram.pytree import (
     require_tensor,
     set_entry,
     unflatten,
+    unstack,
 )
-from engram.transforms.base import StreamTraits, Transform, WriteRequest
+from engram.transforms.base import StreamTraits, Transform, WriteRequest, has_entries
 from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, sibling_key, trajectory_bounds
 from engram.transforms.values import first_key
@@ -323,6 +325,9 @@ class MultiStepTransform(Transform, built_in=True):
     trajectory's end. Data with more batch dimensions than the storage hold a whole trajectory in each row; none of
     their steps is held back. In-place writes (`rb[i] = ...`) are stored unchanged.
 
+    Rows that were written without it stay as they are; with `invert=True` it changes slices on reading instead, each
+    batch by itself: transitions then end with their slice.
+
     The steps of an `extend` continue those of the last one, unless a flag, another id or an observation says
     otherwise: one that is not the next one of the step before (entries at the root and under `next`, or `X` and
     `next_X`, are compared). Rows that have none of these need an id. The done flags of n-step transitions come early:
@@ -390,6 +395,18 @@ class MultiStepTransform(Transform, built_in=True):
         if written.items is not None:
             return written.items
         return _Rows.of(written.held, dims).part(0, 0).batch()
+
+    @property
+    def needs_order(self) -> bool:
+        return True
+
+    def has_written(self, batch: Any) -> bool | None:
+        return has_entries(batch, ["steps_to_next_obs"])
+
+    def inv_alone(self, batch: Any) -> Any:
+        if type(batch) is list:
+            return unstack(self.inv_alone(collate_items(batch)), 0) if batch else batch
+        return self._of_trajectories(batch)
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(

@@ -74,6 +74,10 @@ class NextStateReconstructor(Transform, built_in=True):
         self.step_count_key = None if step_count_key is None else as_key(step_count_key)
         self.fill_value, self.strict = fill_value, strict
 
+    @property
+    def needs_order(self) -> bool:
+        return self.step_count_key is None
+
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(
             "NextStateReconstructor is for batches without next observations, which an environment has at each step: "

@@ -338,7 +338,7 @@ class SliceSampler(Sampler, built_in=True):
             native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_rule",))
         plan = super().draw_plan(storage)
         return plan._replace(
-            most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes,
+            most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes, is_loose=None,
             full_batches=self.storage_state.full_batches,
         )  # fmt: skip
 
