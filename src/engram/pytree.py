@@ -20,6 +20,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import operator
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,8 @@ Key = Union[str, tuple[str, ...]]
 Keys = Union[Key, Sequence[Key], None]
 KeyPath = tuple[Any, ...]  # of any leaf: strings, integers for members of lists and tuples and for keys of dicts
 _MAX_DEPTH = 100
+#: Where samplers and collectors say which rows of a batch are steps, and not padding.
+MASK: KeyPath = ("collector", "mask")
 # Of the wide unsigned integers torch can do little: most code takes their bits for signed ones.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 _NODES = ("leaf", "td", "stack", "dict", "list", "tuple", "constant")
@@ -149,6 +152,17 @@ def require_tensor(batch: Any, key: Key, who: str) -> Any:
     if value is None:
         raise missing_key_error(batch, [key], who)
     return value
+
+
+def steps_of_padded(batch: Any, shape: Sequence[int], key: Key | KeyPath = MASK) -> Tensor | None:
+    """Which rows of a batch `[*shape]` are steps, bool `[*shape]`; None where it has no mask of padding under this key.
+
+    >>> steps_of_padded({"collector": {"mask": torch.tensor([[True], [False]])}}, [2])
+    tensor([ True, False])
+    """
+    mask = get_tensor(batch, key)
+    is_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.numel() == math.prod(shape)
+    return mask.reshape(tuple(shape)) if is_mask else None
 
 
 def missing_key_error(batch: Any, keys: Sequence[Key], who: str) -> Exception:

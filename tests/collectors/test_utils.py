@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.each import each
+from engram.collectors.joining import padded
 from engram.collectors.utils import split_trajectories
-from engram.data import LazyTensorStorage, ReplayBuffer, SliceSampler
+from engram.data import LazyTensorStorage, ReplayBuffer, SequenceSampler, SliceSampler, TensorDictReplayBuffer
 
 
 def make(rows):
@@ -157,3 +158,99 @@ def test_ids_and_mask_stand_at_the_root_of_a_batch_without_collector():
     split = split_trajectories(batch)
     assert split["mask"].tolist() == [[True, True], [True, False]]
     assert split["traj_ids"].tolist() == [[0, 0], [1, 0]] and "collector" not in split.keys()
+
+
+# ---- padded batches ----
+def sampled(sampler, flags, size=15):
+    """Padded slices of episodes of 3, 3 and 7 steps, whose numbers begin at 0, 1000 and 2000."""
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(100), sampler=sampler, batch_size=size)
+    for episode, n in enumerate((3, 3, 7)):
+        number, done = torch.arange(n) + 1000 * episode, torch.zeros(n, 1, dtype=torch.bool)
+        done[-1] = True
+        rows = {"number": number, "episode": torch.full((n,), episode)}
+        if flags:
+            rows["next"] = {"number": number + 1, "done": done, "truncated": torch.zeros_like(done)}
+        rb.extend(TensorDict(rows, [n]))
+    return rb.sample()
+
+
+def runs_of(batch, mask, length):
+    """The steps of each slice."""
+    rows = zip(batch["number"].reshape(-1, length), mask.reshape(-1, length), strict=True)
+    return [row[steps].tolist() for row, steps in rows]
+
+
+PADDED = {
+    "slices": lambda: SliceSampler(slice_len=5, traj_key="episode", strict_length=False, pad_output=True),
+    "sequences": lambda: SequenceSampler(slice_len=5, burn_in=2, traj_key="episode", strict_length=False),
+    "last steps": lambda: SequenceSampler(slice_len=5, burn_in=4, traj_key="episode", weight="steps"),
+}
+
+
+@each("sampler", PADDED)
+@each("flags", [False, True])
+@each(
+    ("arguments", "mask_key"),
+    [
+        ({}, ("collector", "mask")),
+        ({"trajectory_key": "episode"}, "mask"),
+        ({"prefix": ("a", "b")}, ("a", "b", "mask")),
+        ({"mask_key": "steps"}, "steps"),
+    ],
+)
+@each("envs", [False, True])
+def test_padding_of_slices_is_no_step(sampler, flags, arguments, mask_key, envs):
+    torch.manual_seed(0)
+    for _ in range(5):
+        batch = sampled(PADDED[sampler](), flags)
+        expected = runs_of(batch, batch["collector", "mask"], 5)
+        split = split_trajectories(batch.reshape(3, 5) if envs else batch, **arguments)
+        assert runs_of(split, split[mask_key], split.shape[1]) == expected
+        assert torch.equal(split["collector", "mask"], split[mask_key])
+        again = split_trajectories(split, **arguments)
+        assert bool((again == split).all()) and set(again.keys(True, True)) == set(split.keys(True, True))
+
+
+def test_the_mask_of_a_sequence_sampler_may_have_another_key():
+    torch.manual_seed(0)
+    sampler = SequenceSampler(slice_len=5, burn_in=2, traj_key="episode", strict_length=False, mask_key=("seq", "real"))
+    batch = sampled(sampler, True)
+    split = split_trajectories(batch, trajectory_key="episode", mask_key=("seq", "real"))
+    assert runs_of(split, split["seq", "real"], split.shape[1]) == runs_of(batch, batch["seq", "real"], 5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_trajectories_of_padded_slices_have_neither_padding_nor_mask():
+    torch.manual_seed(0)
+    batch = sampled(PADDED["slices"](), True)
+    nested = split_trajectories(batch, trajectory_key="episode", as_nested=True)
+    assert ("collector", "mask") not in nested.keys(True) and "mask" not in nested.keys()
+    expected = runs_of(batch, batch["collector", "mask"], 5)
+    assert [row.tolist() for row in nested["number"].unbind()] == expected
+
+
+def test_ids_are_made_of_steps_only():
+    done = torch.tensor([[True, False, True, True]]).unsqueeze(-1)
+    mask = torch.tensor([[False, True, True, False]])
+    batch = TensorDict({"next": {"done": done}, "collector": {"mask": mask}, "x": torch.arange(4)[None]}, [1, 4])
+    split = split_trajectories(batch)
+    assert split["x"].tolist() == [[1, 2]] and split["collector", "traj_ids"].tolist() == [[0, 0]]
+
+
+def test_padding_of_a_worker_that_was_stopped_early_is_no_step():
+    batches = [make([[0, 0, 1], [2, 2, 2]]), make([[5, 5], [0, 0]])]
+    batch = torch.cat([padded(batch, 3) for batch in batches])
+    split = split_trajectories(batch)
+    assert split["number"][split["collector", "mask"]].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert split["collector", "mask"].sum(1).tolist() == [2, 1, 3, 2, 2]
+
+
+def test_a_mask_that_is_none_and_a_batch_of_padding_are_refused():
+    batch = make([[0, 0, 1]])
+    with pytest.raises(ValueError, match=r"mask_key='x' is an entry of this batch, and no mask"):
+        split_trajectories(batch, mask_key="x")
+    batch["collector", "mask"] = torch.zeros(1, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="all 3 rows are padding"):
+        split_trajectories(batch)
+    batch["collector", "mask"] = torch.zeros(1, 3, 4, dtype=torch.bool)  # of four agents, say
+    assert split_trajectories(batch)["collector", "mask"].tolist() == [[True, True], [True, False]]

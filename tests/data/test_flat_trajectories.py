@@ -1,6 +1,7 @@
 """Trajectories of flat data: `find_start_stop_traj` against a loop in Python, and `iter_trajectories`."""
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -131,3 +132,13 @@ def test_stored_steps_are_cut_as_they_were_written():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     rb.extend(flat(episode=IDS))
     assert cut(rb[:]) == [[0, 1], [2, 3, 4], [5]]
+
+
+@each("ids", [True, False])
+def test_padding_is_no_step_of_a_trajectory(ids):
+    mask = torch.tensor([0, 1, 1, 0, 0, 1, 1, 0]).bool()
+    data = TensorDict({"x": torch.arange(8), "collector": {"mask": mask}}, [8])
+    data["episode" if ids else "done"] = torch.zeros(8, dtype=torch.bool)
+    with nullcontext() if ids else pytest.warns(UserWarning, match="no trajectory ids"):
+        found = [trajectory.data["x"].tolist() for trajectory in iter_trajectories(data)]
+    assert found == [[1, 2], [5, 6]]

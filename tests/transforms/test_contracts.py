@@ -162,6 +162,16 @@ class TimedTransformContract(TransformContract):
         expected = self.make().forward(stream.clone())
         assert_equal(rb.storage.get(slice(None)), expected)
 
+    def test_a_write_after_a_flush_continues_no_trajectory(self):
+        parts = [self.trajectory(6, number)[:4] for number in (1, 2)]
+        rb = ReplayBuffer(storage=LazyTensorStorage(40))
+        rb.append_transform(self.make(), invert=True)
+        for part in parts:
+            rb.extend(part)
+            rb.flush_transforms()
+        expected = torch.cat([self.make().forward(part.clone()) for part in parts])
+        assert_equal(rb.storage.get(slice(None)), expected)
+
     def test_environments_go_on_by_themselves(self):
         strands = [torch.cat([self.trajectory(n, k) for k, n in enumerate(ns)]) for ns in ((3, 5, 4), (6, 1, 5))]
         stream = torch.stack(strands)

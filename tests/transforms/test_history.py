@@ -6,8 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contracts.each import each
-from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer
-from engram.transforms import CatFrames, InitTracker, Reward2GoTransform, RewardSum, StepCounter
+from engram.collectors import SyncDataCollector
+from engram.data import LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler, TensorDictReplayBuffer
+from engram.envs import GymEnv
+from engram.transforms import (
+    CatFrames,
+    Compose,
+    InitTracker,
+    NextStateReconstructor,
+    Reward2GoTransform,
+    RewardSum,
+    StepCounter,
+    TrajCounter,
+)
 from transforms.data import steps
 
 done_of = st.lists(st.booleans(), min_size=1, max_size=20)
@@ -192,6 +203,58 @@ def test_ids_say_whether_a_write_goes_on():
     for number in (4, 4, 5, 4):
         rb.extend(whole.clone().set(("collector", "traj_ids"), torch.full((6,), number)))
     assert rb[:]["is_init"].flatten().nonzero().flatten().tolist() == [0, 12, 18]
+
+
+def test_a_second_collector_continues_no_trajectory_of_the_first():
+    rb = ReplayBuffer(storage=LazyTensorStorage(30))
+    for transform in (StepCounter(), RewardSum(), InitTracker(), TrajCounter()):
+        rb.append_transform(transform, invert=True)
+    for _ in range(2):  # both number their trajectory 0
+        for _ in SyncDataCollector(GymEnv("CartPole-v1"), frames_per_batch=4, total_frames=8, replay_buffer=rb):
+            pass
+    rows = rb[:]
+    assert rows["collector", "traj_ids"].tolist() == [0] * 16
+    assert rows["step_count"].flatten().tolist() == [*range(8)] * 2
+    assert rows["next", "episode_reward"].flatten().tolist() == [*range(1, 9)] * 2
+    assert rows["is_init"].flatten().nonzero().flatten().tolist() == [0, 8]
+    assert rows["traj_count"].flatten().tolist() == [0] * 8 + [1] * 8
+
+
+def test_padding_of_slices_is_no_step_of_a_trajectory():
+    """The running episode is shorter than a slice, and its padding has no flag: the next slice begins behind it."""
+    torch.manual_seed(0)
+    sampler = SliceSampler(slice_len=4, end_key=("next", "done"), strict_length=False, pad_output=True)
+    frames = CatFrames(2, -1, ["x"], ["stack"])
+    following = NextStateReconstructor(["x"], traj_key=None)
+    rb = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(30),
+        sampler=sampler,
+        batch_size=16,
+        transform=Compose(StepCounter(), RewardSum(), InitTracker(), TrajCounter(), frames, following),
+    )
+    rb.extend(torch.cat([steps(7), steps(9)[:2]]))
+    for _ in range(10):
+        batch = rb.sample().reshape(-1, 4)
+        for part in batch:
+            part = part[part["collector", "mask"]]
+            n = len(part)
+            assert part["step_count"].flatten().tolist() == list(range(n))
+            assert torch.equal(part["next", "episode_reward"], part["next", "reward"].cumsum(0))
+            assert part["is_init"].flatten().tolist() == [True] + [False] * (n - 1)
+            assert len(part["traj_count"].unique()) == 1
+            assert torch.equal(part["stack"][0], part["x"][0].repeat(2))
+            assert torch.equal(part["next", "x"][:-1], part["x"][1:]) and part["next", "x"][-1].isnan().all()
+        assert len(batch["traj_count"][batch["collector", "mask"]].unique()) == 4
+
+
+def test_what_follows_written_padding_begins_a_trajectory():
+    rb = ReplayBuffer(storage=LazyTensorStorage(30))
+    rb.append_transform(StepCounter(), invert=True)
+    batch = steps(9)[:8]
+    batch["collector", "mask"] = torch.tensor([True, True, True, False] * 2)
+    for part in batch.split(4):
+        rb.extend(part)
+    assert rb[:]["step_count"].flatten().tolist() == [0, 1, 2, 0] * 2
 
 
 # ---- what is still earned ----

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 
 from engram.collectors.worker import WroteFrames
 from engram.envs.base import mark_truncated
-from engram.pytree import is_ragged, map_leaves
+from engram.pytree import MASK, is_ragged, map_leaves
 
 ONE_BATCH = (
     "Make environments with the same spaces, and as many in each worker; or collect with a MultiaSyncDataCollector, "
@@ -50,7 +50,7 @@ def padded(batch: TensorDictBase, length: int) -> TensorDictBase:
             return torch.cat([leaf, rest], ndim - 1)
 
         batch = map_leaves(batch, pad, (*batch.shape[:-1], length))
-    return batch.set(("collector", "mask"), mask)
+    return batch.set(MASK, mask)
 
 
 def joined(first: TensorDictBase | WroteFrames, rest: TensorDictBase | WroteFrames) -> TensorDictBase | WroteFrames:

@@ -28,7 +28,7 @@ from engram.collectors.makers import (
 )
 from engram.collectors.policy_weights import version_argument
 from engram.collectors.pooled import PooledCollector
-from engram.collectors.settings import CollectorSettings, Device
+from engram.collectors.settings import CollectorSettings, Device, checked_postproc
 from engram.collectors.sync import (
     NOTHING_WAITS,
     buffer_writer,
@@ -202,7 +202,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         self.storing_device = only_device(devices_of_workers("storing_device", storing_device, device, len(makers)))
         policy_devices = devices_of_workers("policy_device", policy_device, device, len(makers))
         env_devices = devices_of_workers("env_device", env_device, device, len(makers))
-        self.postproc, self.split_trajs = postproc, split_trajs
+        self.postproc, self.split_trajs = checked_postproc(postproc), split_trajs
         self._update_at_each_batch = update_at_each_batch
         self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)

@@ -11,6 +11,8 @@ import torch
 from engram._checks import attribute
 from engram._text import warn_user
 from engram.envs.policies import ExplorationType
+from engram.transforms import Transform
+from engram.transforms.roles import Role, warn_if_idle
 
 Device = torch.device | str | int | None
 
@@ -169,3 +171,10 @@ def storage_ndim(replay_buffer: Any) -> int | None:
     """The dimensions of the storage of a buffer of any library; None where it does not say."""
     ndim: int | None = attribute(replay_buffer, "storage.ndim")
     return ndim
+
+
+def checked_postproc(postproc: Any) -> Any:
+    """`postproc` of a collector; warns of a transform that changes nothing of collected batches."""
+    if isinstance(postproc, Transform):
+        warn_if_idle(postproc, Role.READING, "as a collector's postproc")
+    return postproc

@@ -30,7 +30,7 @@ from engram.collectors.rollout import (
     is_environment,
     random_state_of,
 )
-from engram.collectors.settings import CollectorSettings, Device, storage_ndim
+from engram.collectors.settings import CollectorSettings, Device, checked_postproc, storage_ndim
 from engram.collectors.stats import EpisodeStats, StepsWay, Throughput
 from engram.collectors.step_rollout import StepRollout
 from engram.collectors.trajectories import EpisodeSteps, StepTags, TrajectoryAssembler, waiting_steps
@@ -377,7 +377,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.exploration_type = exploration_type
         self._switch = exploration_type, set_exploration_type(exploration_type)  # made once: a batch may be one step
         self.reset_at_each_iter, self.reset_when_done = reset_at_each_iter, reset_when_done
-        self.postproc = postproc
+        self.postproc = checked_postproc(postproc)
         self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook

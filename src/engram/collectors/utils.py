@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import SIGNED, as_key, is_ragged, map_leaves
+from engram.pytree import MASK, SIGNED, KeyPath, as_key, is_ragged, map_leaves, steps_of_padded
 
 Key = str | tuple[str, ...]
 
@@ -36,8 +36,12 @@ def split_trajectories(
     `prefix` is where `traj_ids` and `mask` stand: None is `"collector"` where the batch has such an entry, else the
     root. Where `trajectory_key` is given, the mask stands beside it.
 
-    Raises ValueError for a batch without steps, KeyError where nothing says where trajectories end, TypeError for
-    dtypes that torch cannot nest.
+    Padding in `batch` is left out, and a trajectory ends at it: rows for which a mask (bool `[*, time]`) is False that
+    stands where this one goes, or where samplers and collectors have theirs, `("collector", "mask")`. So batches of
+    padded slices, and batches that were split before, give their steps. Pass the `mask_key` of a `SequenceSampler`.
+
+    Raises ValueError for a batch without steps, or a `mask_key` that the batch has with something else, KeyError where
+    nothing says where trajectories end, TypeError for dtypes that torch cannot nest.
 
     >>> from tensordict import TensorDict
     >>> ids = torch.tensor([0, 0, 1])
@@ -58,11 +62,23 @@ def split_trajectories(
         beside = ("collector",) if isinstance(rows.get("collector", None), TensorDictBase) else ()
     ids_key = (*beside, "traj_ids") if trajectory_key is None else _path(trajectory_key)
     ids = rows.get(ids_key, None)
-    is_start = _starts(rows, ids_key, ids, done_key).reshape(-1)
+    is_start = _starts(rows, ids_key, ids, done_key)
+    mask_path = (*beside, "mask") if mask_key is None else _path(mask_key)
+    masks = _masks_of(batch, mask_path, is_given=mask_key is not None)
+    at: Tensor | slice = slice(None)  # the rows that are steps
+    if masks:
+        is_step = torch.stack(list(masks.values())).all(0).reshape(rows.shape).to(is_start.device)
+        is_start[:, 1:] |= ~is_step[:, :-1]
+        at = is_step.reshape(-1).nonzero().squeeze(1)
+        if not len(at):
+            raise ValueError(f"split_trajectories needs a batch with steps; all {is_step.numel()} rows are padding")
+    is_start = is_start.reshape(-1)[at]
     trajectory = is_start.cumsum(0) - 1
     rows = batch.reshape(-1)
     if ids is None:
-        rows = rows.copy().set(ids_key, trajectory)
+        made = torch.zeros(rows.shape, dtype=trajectory.dtype, device=trajectory.device)
+        made[at] = trajectory
+        rows = rows.copy().set(ids_key, made)
     starts = is_start.nonzero().squeeze(1)
     lengths = torch.diff(starts, append=starts.new_tensor([is_start.numel()]))
     if as_nested and is_ragged(rows):
@@ -70,26 +86,37 @@ def split_trajectories(
             "as_nested=True: torch cannot nest entries of agents with different shapes; leave as_nested out"
         )
     if as_nested:
-        return _nested(rows, lengths.tolist())
+        return _nested(rows.exclude(*masks) if masks else rows, at, lengths.tolist())
     position = torch.arange(is_start.numel(), device=starts.device) - starts[trajectory]
     shape = (starts.numel(), int(lengths.max()))
 
     def pad(leaf: Tensor) -> Tensor:
         signed = leaf.view(SIGNED.get(leaf.dtype, leaf.dtype))
         padded = signed.new_zeros(*shape, *leaf.shape[1:])
-        padded[trajectory, position] = signed
+        padded[trajectory, position] = signed[at]
         return padded.view(leaf.dtype)
 
     split = map_leaves(rows, pad, shape)
     mask = torch.arange(shape[1], device=starts.device) < lengths.unsqueeze(1)
-    return split.set((*beside, "mask") if mask_key is None else mask_key, mask)
+    return split.set(mask_path, mask)
 
 
-def _nested(rows: TensorDictBase, lengths: list[int]) -> TensorDictBase:
+def _masks_of(batch: TensorDictBase, path: tuple[str, ...], *, is_given: bool) -> dict[KeyPath, Tensor]:
+    """The masks of padding of a batch: at the path of the result's, and at that of samplers."""
+    masks = {key: steps_of_padded(batch, batch.shape, key) for key in (path, MASK)}
+    if is_given and masks[path] is None and batch.get(path, None) is not None:
+        raise ValueError(
+            f"mask_key={as_key(path)!r} is an entry of this batch, and no mask of its padding, bool "
+            f"{list(batch.shape)}: give the key of its mask, or another one for the mask of the result"
+        )
+    return {key: mask for key, mask in masks.items() if mask is not None}
+
+
+def _nested(rows: TensorDictBase, at: Tensor | slice, lengths: list[int]) -> TensorDictBase:
     def nest(key: Any, leaf: Tensor) -> Tensor:
         if leaf.dtype in SIGNED:
             raise TypeError(f"as_nested=True: torch cannot nest {key!r}, of dtype {leaf.dtype}; leave as_nested out")
-        return torch.nested.as_nested_tensor(list(torch.split(leaf, lengths)))
+        return torch.nested.as_nested_tensor(list(torch.split(leaf[at], lengths)))
 
     # If all parts have one length, it is the size of a nested tensor, and the batch size must equal it.
     time = lengths[0] if len(set(lengths)) == 1 else -1

@@ -554,6 +554,31 @@ def whole_trajectories(blocks: Iterable[TensorDict]) -> Iterator[TensorDict]:
         yield torch.cat(held)
 
 
+def _uncut(blocks: Iterable[Any]) -> Iterator[Any]:
+    """Blocks of the same steps none of which ends within a trajectory, where steps have ids.
+
+    One is kept until the next is there, as the last trajectory of a file, which may have no end, must not be alone.
+    """
+    whole: list[Any] = []
+    open_parts: list[Any] = []
+    for block in blocks:
+        ids = block.get(TRAJECTORY, None) if isinstance(block, TensorDictBase) else None
+        if ids is None:
+            yield block
+            continue
+        ids = ids.reshape(-1)
+        before = open_parts[-1].get(TRAJECTORY).reshape(-1)[-1:] if open_parts else ids[:1]
+        borders = (torch.cat([before, ids[:-1]]) != ids).nonzero().flatten()
+        if len(borders):
+            yield from whole
+            last = int(borders[-1])
+            whole, open_parts = [torch.cat([*open_parts, block[:last]])], [block[last:]]
+        else:
+            open_parts.append(block)
+    if open_parts:
+        yield torch.cat([*whole, *open_parts])
+
+
 def block_rows(row_bytes: int) -> int:
     """The number of steps of this size that make a block."""
     return max(1, BLOCK_BYTES // max(1, row_bytes))
@@ -611,7 +636,7 @@ def ingest(blocks: Iterable[Any], buffer: Any, path: Any, total: int | None, sho
     rows = 0
     with progress_bar(f"reading {path}", total, shown) as advance:
         try:
-            for block in blocks:
+            for block in _uncut(blocks) if buffer.transform.takes_whole_trajectories else blocks:
                 _extend(buffer, block, path)
                 steps = _steps_of(block)
                 rows += steps

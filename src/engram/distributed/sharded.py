@@ -39,7 +39,7 @@ from engram.distributed.shard import ReplayShard
 from engram.distributed.shard_choice import Admissions, ShardStint, first_shard, next_shard
 from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
-from engram.kernel.replay import WriteRequest, mark_rows
+from engram.kernel.replay import IN_BUFFERS, WriteRequest, mark_rows, warn_if_idle
 from engram.kernel.rows import RowLayout
 from engram.kernel.tools import warn_user
 
@@ -162,6 +162,7 @@ class ShardedReplayBuffer:
         self._local = [False] * len(links) if local is None else list(local)
         transform = settings.transform
         self._transform = Compose(*([] if transform is None else [transform]))
+        warn_if_idle(self._transform, IN_BUFFERS, "in a replay buffer")
         self._prioritized = settings.sampler if isinstance(settings.sampler, PrioritizedSampler) else None
         self._writing = threading.RLock()  # of what is written; taken before the other one
         self._lock = threading.RLock()  # of draws: they do not wait for a shard to which another thread writes
@@ -714,7 +715,9 @@ class ShardedReplayBuffer:
             info["priority_weight"] = rows.weight
         if rows.last is not None and isinstance(sampler, SliceSampler):
             mark_rows(batch, sampler, rows.last, rows.mask)
-        return self._transform.forward(batch) if self._transform.transforms else batch, info
+        if self._transform.transforms:
+            batch = self._transform.read(batch, int(not isinstance(sampler, SliceSampler)))
+        return batch, info
 
     # ---- priorities ----
     def update_priority(self, index: Any, priority: Any, generation: Any = None) -> None:
@@ -836,6 +839,7 @@ class ShardedReplayBuffer:
         with self._writing, self._lock:
             self._transform.append(transform)
             self._stop_drawing()
+        warn_if_idle(self._transform[-1], IN_BUFFERS, "in a replay buffer")
         return self
 
     # ---- life ----

@@ -21,6 +21,7 @@ from engram.specs.spaces import EncodedSpaces
 from engram.transforms import Compose, Transform
 from engram.transforms.adapters import as_transform
 from engram.transforms.env_specs import FLAGS, EnvSpecs, clone_composite
+from engram.transforms.roles import Role, warn_if_idle
 
 Self = TypeVar("Self", bound="TransformedEnv")
 
@@ -118,6 +119,8 @@ class TransformedEnv(PartlyCopied, EnvBase):
         try:
             for i, part in enumerate(parts):
                 own = part if i < n_attached else part.for_env(specs)
+                if i >= n_attached:
+                    warn_if_idle(own, Role.ENVIRONMENT, "in an environment")
                 self._parts = [*self._parts, own]
                 own.set_container(self)
                 specs = own.transform_specs(specs)

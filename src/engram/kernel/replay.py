@@ -9,8 +9,10 @@ from engram.data.replay_buffers.state.buffers import SaveHandle
 from engram.data.replay_buffers.storages.steps import append_step, read_leaves, read_n_steps
 from engram.data.replay_buffers.writers.round_robin import as_writer
 from engram.transforms.base import WriteRequest
+from engram.transforms.roles import IN_BUFFERS, warn_if_idle
 
 __all__ = [
+    "IN_BUFFERS",
     "Member",
     "SaveHandle",
     "WriteRequest",
@@ -22,4 +24,5 @@ __all__ = [
     "read_n_steps",
     "saved_storage",
     "stored_trajectories",
+    "warn_if_idle",
 ]

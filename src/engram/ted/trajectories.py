@@ -10,7 +10,17 @@ import torch
 from torch import Tensor
 
 from engram._text import warn_user
-from engram.pytree import Key, KeyPath, as_path, as_tensor, format_key, get_entry, has_batch_size, map_outermost
+from engram.pytree import (
+    Key,
+    KeyPath,
+    as_path,
+    as_tensor,
+    format_key,
+    get_entry,
+    has_batch_size,
+    map_outermost,
+    steps_of_padded,
+)
 from engram.store.row_form import IDS
 
 _IDS: tuple[KeyPath, ...] = (IDS[0], ("traj_ids",), *IDS[1:])
@@ -129,6 +139,8 @@ def iter_trajectories(data: Any, trajectory_key: Key | None = None) -> Iterator[
             is there; else the flags `done`, `truncated` or `terminated` under `next` or at the root say where a
             trajectory ends, with a warning, as they say nothing about one that was cut off.
 
+    Padding (`("collector", "mask")` is False) is left out, and a trajectory ends at it.
+
     Raises:
         ValueError: the data have more than one batch dimension.
         KeyError: there are neither ids nor flags.
@@ -145,6 +157,12 @@ def iter_trajectories(data: Any, trajectory_key: Key | None = None) -> Iterator[
             "reshape(-1) makes one of environments that follow each other"
         )
     ends = _ends(data, trajectory_key)
+    is_step = steps_of_padded(data, ends.shape)
+    if is_step is not None:
+        is_step = is_step.cpu()
+        ends = ends.cpu()
+        ends[:-1] |= ~is_step[1:]
+        ends, data = ends[is_step], map_outermost(data, lambda part: part[is_step])
     return _cut(data, ends)
 
 

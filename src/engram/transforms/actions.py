@@ -10,10 +10,11 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._checks import is_integer
-from engram.pytree import Key, Keys
+from engram.pytree import Key, Keys, key_path
 from engram.specs import Bounded, Spec, Unbounded
-from engram.transforms.base import Transform
+from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, map_leaves
+from engram.transforms.roles import IN_BUFFERS, Role
 from engram.transforms.values import ObservationNorm
 
 
@@ -64,11 +65,17 @@ class FrameSkipTransform(Transform, built_in=True):
         high = torch.maximum(spec.high, spec.high * self.frame_skip)
         return Bounded(low, high, spec.shape, spec.device, spec.dtype)
 
+    def roles(self) -> Role:
+        return Role.ENVIRONMENT
+
     def _inverts(self) -> bool:
         return True
 
     def changes_writes(self) -> bool:
         return False
+
+    def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
+        return writing
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         self._action = td
@@ -182,6 +189,10 @@ class ActionScaling(ObservationNorm, built_in=True):
         return (value if self.standard_normal else value * 2 - 1) * scale + loc
 
     # ---- environments ----
+    def roles(self) -> Role:
+        is_of_actions = any("action" in key_path(key) for key in self.in_keys_inv)
+        return super().roles() if is_of_actions else super().roles() & IN_BUFFERS
+
     def for_env(self, specs: EnvSpecs) -> ActionScaling:
         if self._given:
             return self

@@ -13,6 +13,7 @@ from engram._overrides import overrides
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
 from engram.transforms.base import InvertedTransform, StreamTraits, Transform, TransformStep, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
+from engram.transforms.roles import IN_BUFFERS, Role
 from engram.transforms.torchrl import TorchRLTransform
 
 _INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
@@ -36,6 +37,9 @@ class CallableTransform(Transform, built_in=True):
 
     def env_steps(self) -> list[TransformStep]:
         return [calls._replace(returns_own_tensors=False) for calls in super().env_steps()]
+
+    def roles(self) -> Role:
+        return Role.WRITING if self.invert else Role.READING | Role.ENVIRONMENT
 
     def __repr__(self) -> str:
         return f"{getattr(self.fn, '__name__', self.fn)}{' (on writing)' if self.invert else ''}"
@@ -61,6 +65,9 @@ class ForeignTransform(Transform, built_in=True):
     """
 
     _has_memory = True
+
+    def roles(self) -> Role:
+        return IN_BUFFERS | Role.ENVIRONMENT  # it does not say
 
     def __init__(self, transform: Any) -> None:
         name, methods = type(transform).__name__, _methods(transform)

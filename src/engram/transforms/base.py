@@ -26,8 +26,10 @@ from engram.pytree import (
     Keys,
     as_keys,
     copy_containers,
+    get_entry,
     get_tensor,
     has_batch_size,
+    has_keys,
     key_path,
     map_outermost,
     move_dim,
@@ -44,6 +46,7 @@ from engram.transforms.env_specs import (
     map_spec,
     specs_by_trial,
 )
+from engram.transforms.roles import WARNED, Role, warn_once, where_it_works
 
 IDLE = "_idle"  # the key of the mask of rows that were only reset by a step: see `VectorEnv`
 ChangeStep = Callable[[TensorDictBase, TensorDictBase], TensorDictBase]
@@ -698,7 +701,64 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         except AttributeError:
             raise absent_member(type(self), name) from None
 
+    # ---- roles ----
+    def roles(self) -> Role:
+        """What it changes. A class declares it where its methods and keys do not tell."""
+        own, roles = self._overrides, Role.NOTHING
+        is_keyed = bool(self.in_keys) or "_pairs" in own
+        if not own.isdisjoint(("forward", "_call")) or (is_keyed and "_apply_transform" in own):
+            roles |= Role.READING | Role.ENVIRONMENT
+        if self.changes_writes() or "inverse_stream" in own:
+            roles |= Role.WRITING
+        inverts_actions = any("action" in key_path(key) for key in (*self.in_keys_inv, *self.out_keys_inv))
+        is_of_users = type(self) not in BUILT_IN and bool(own)  # which may have only `close`, as a recorder
+        if inverts_actions or is_of_users or not own.isdisjoint(("_reset", "_step")):
+            roles |= Role.ENVIRONMENT
+        return roles
+
+    @property
+    def takes_whole_trajectories(self) -> bool:
+        """Whether data that are written must have each trajectory whole in one batch."""
+        return False
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether what it gives a row depends on the rows around it, in the order of time."""
+        return False
+
+    def has_written(self, batch: Any) -> bool | None:
+        """Whether these rows went through it when they were written; None: rows do not show it."""
+        return None
+
+    def has_changed(self, batch: Any) -> bool | None:
+        """Whether `forward` was applied to these rows; None: they do not show it."""
+        return has_entries(batch, [key for key in self.out_keys if key not in self.in_keys])
+
     # ---- reading ----
+    def read(self, batch: Any, loose: int = 0, rows: Any = None) -> Any:
+        """`forward` of a batch that a buffer has read; with a warning, once, if it can do nothing with it.
+
+        Args:
+            loose: how many of the first dimensions are of rows that were drawn one by one; 0: they follow each other.
+            rows: the batch before all transforms.
+        """
+        is_written = self.has_written(batch)
+        if loose and self.needs_order and not is_written and _batch_dims(batch) <= loose:
+            roles = self.roles()
+            if Role.READING in roles:
+                later = "" if Role.WRITING in roles else " with invert=True, which computes it on writing"
+                warn_once(
+                    self,
+                    f"{self.kind} takes rows in the order of time, and the sampler draws single rows: batches stay as "
+                    f"they are. Draw slices (SliceSampler), or append it before the first extend{later}",
+                )
+                return batch
+        if is_written is False and Role.READING not in self.roles() and not self.has_written(rows):
+            warn_once(
+                self, f"{self.kind} finds rows that were written without it, which stay so: {where_it_works(self)}"
+            )
+        return self.forward(batch)
+
     def forward(self, batch: Any) -> Any:
         """The batch in the form that `sample` returns.
 
@@ -799,6 +859,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def _inv_apply_transform(self, value: Tensor) -> Tensor:
         return value
 
+    def inv_alone(self, batch: Any) -> Any:
+        """`inv` of a batch that is read: it continues none, and is continued by none."""
+        return self.inv(batch)
+
     @property
     def stream(self) -> StreamTraits:
         """The facts that a buffer needs before it writes."""
@@ -852,6 +916,9 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
                 "engram.envs.transforms.MultiStepTransform, or a subclass of Transform with a `flush` of its own"
             )
         return writing if writing.items is None else self.inverse_stream(writing)
+
+    def end_trajectories(self) -> None:
+        """Called when a buffer that it was appended to with `invert=True` is flushed: the next write continues none."""
 
     # ---- state ----
     @property
@@ -953,6 +1020,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         if self._has_memory:
             self._memory.load_state_dict(self._owner, state)
 
+    def state_is_optional(self) -> bool:
+        """Whether nothing is lost where the state is not loaded: a buffer without this transform may load it, then."""
+        return False
+
     def differences(self, state: dict[str, Any]) -> list[str]:
         """The reasons why a saved state cannot be loaded; empty if it can.
 
@@ -1017,6 +1088,22 @@ _OF_SPECS = tuple(
 )
 
 
+def has_entries(batch: Any, keys: Sequence[Key]) -> bool | None:
+    """Whether a batch has all of these entries; None where there are none to look for."""
+    return all(get_entry(batch, key) is not None for key in keys) if keys and has_keys(batch) else None
+
+
+def _batch_dims(batch: Any) -> int:
+    """The number of batch dimensions; of a dict those of its flags without a last dimension of 1, or one."""
+    if type(batch) is list:
+        return 1 + (_batch_dims(batch[0]) if batch else 0)
+    if has_batch_size(batch):
+        return len(batch.batch_size)
+    flags = (get_tensor(batch, key) for key in (("next", "done"), "done"))
+    shape = next((tuple(flag.shape) for flag in flags if isinstance(flag, Tensor)), (1,))
+    return len(shape) - (len(shape) > 1 and shape[-1] == 1)
+
+
 def _pair(sources: Keys, targets: Keys, suffix: str, must_fit: bool = True) -> tuple[list[Key], list[Key]]:
     ins = as_keys(sources)
     outs = list(ins) if targets is None else as_keys(targets)
@@ -1057,8 +1144,20 @@ class InvertedTransform(Transform, built_in=True):
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(f"{self!r} is for buffers; in an environment exchange in_keys and in_keys_inv instead")
 
+    def roles(self) -> Role:
+        inner = self.transform.roles()
+        reading = Role.READING if Role.WRITING in inner else Role.NOTHING
+        return reading | (Role.WRITING if Role.READING in inner else Role.NOTHING)
+
+    @property
+    def needs_order(self) -> bool:
+        return self.transform.needs_order
+
+    def has_written(self, batch: Any) -> bool | None:
+        return self.transform.has_changed(batch)
+
     def forward(self, batch: Any) -> Any:
-        return self.transform.inv(batch)
+        return self.transform.inv_alone(batch)
 
     def inv(self, tensordict: Any) -> Any:
         return self.transform.forward(copy_containers(tensordict))
@@ -1068,6 +1167,11 @@ class InvertedTransform(Transform, built_in=True):
 
     def forward_stream(self, writing: WriteRequest) -> WriteRequest:
         return self.transform.inverse_stream(writing)
+
+    def flush(self, writing: WriteRequest) -> WriteRequest:
+        flushed = super().flush(writing)
+        self.transform.end_trajectories()
+        return flushed
 
     def changes_writes(self) -> bool:
         return True
@@ -1086,6 +1190,9 @@ class InvertedTransform(Transform, built_in=True):
 
     def set_extra_state(self, state: Any) -> None:
         self.transform.load_state_dict(state)
+
+    def state_is_optional(self) -> bool:
+        return self.transform.state_is_optional()
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         return self.transform.differences(state)
@@ -1114,8 +1221,8 @@ Place = tuple[int, str]  # the number of the namespace, and the attribute's name
 Snapshot = list[dict[str, tuple[Any, Any]]]  # for each namespace: each attribute's value, and a copy of its content
 
 MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
-_LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED])
-_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments"])  # attributes that are not settings
+_LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED, WARNED])
+_NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments", WARNED])  # attributes that are not settings
 
 
 class _ABSENT:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -13,6 +15,7 @@ from engram._arguments import BUILT_IN, describe
 from engram.pytree import Key
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import StreamTraits, Transform, WriteRequest
+from engram.transforms.roles import Role
 
 
 def describe_transform(transform: Transform) -> dict[str, Any]:
@@ -24,7 +27,8 @@ def describe_transform(transform: Transform) -> dict[str, Any]:
 
 
 _OF_ONE = forms.record(
-    {"kind": forms.text, "nth": forms.integer(), "state": forms.anything, "settings": forms.mapping_of(forms.anything)}
+    {"kind": forms.text, "nth": forms.integer(), "state": forms.anything, "settings": forms.mapping_of(forms.anything)},
+    {"optional": forms.boolean},
 )
 _STATE = forms.record({}, {"transforms": forms.list_of(_OF_ONE)})
 
@@ -40,6 +44,17 @@ class Compose(Transform, built_in=True):
 
     def __init__(self, *transforms: Any) -> None:
         self.transforms = [as_transform(t) for t in transforms]
+
+    def roles(self) -> Role:
+        return functools.reduce(operator.or_, (transform.roles() for transform in self.transforms), Role.NOTHING)
+
+    def read(self, batch: Any, loose: int = 0, rows: Any = None) -> Any:
+        if type(self) not in BUILT_IN:  # it may have a `forward` of its own
+            return self.forward(batch)
+        rows = batch if rows is None else rows
+        for transform in self.transforms:
+            batch = transform.read(batch, loose, rows)
+        return batch
 
     def forward(self, batch: Any) -> Any:
         for transform in self.transforms:
@@ -60,6 +75,15 @@ class Compose(Transform, built_in=True):
         for transform in reversed(self.transforms):
             tensordict = transform.inv(tensordict)
         return tensordict
+
+    @property
+    def takes_whole_trajectories(self) -> bool:
+        return any(transform.takes_whole_trajectories for transform in self.transforms)
+
+    def inv_alone(self, batch: Any) -> Any:
+        for transform in reversed(self.transforms):
+            batch = transform.inv_alone(batch)
+        return batch
 
     def acts_by_row(self, row_ndim: Callable[[Key], int | None]) -> bool:
         return all(type(t) in BUILT_IN and t.acts_by_row(row_ndim) for t in self.transforms)
@@ -169,7 +193,8 @@ class Compose(Transform, built_in=True):
         for (kind, nth), transform in self._named().items():
             state = transform.state_dict()
             if state:
-                entries.append({"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()})
+                entry = {"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()}
+                entries.append({**entry, "optional": True} if transform.state_is_optional() else entry)
         return {"transforms": entries} if entries else {}
 
     def set_extra_state(self, state: Any) -> None:
@@ -180,8 +205,10 @@ class Compose(Transform, built_in=True):
                 difference is listed.
         """
         self._require_fit(state)
-        saved = {(entry["kind"], entry["nth"]): entry["state"] for entry in state.get("transforms", [])}
-        for name, transform in self._named().items():
+        own = self._named()
+        fitting = [(name, entry) for name, entry in self._entries(state) if not self._misfits(own.get(name), entry)]
+        saved = {name: entry["state"] for name, entry in fitting}
+        for name, transform in own.items():
             if name in saved:
                 transform.load_state_dict(saved[name])
             elif transform.state_dict():
@@ -191,24 +218,35 @@ class Compose(Transform, built_in=True):
         """The reasons why a saved state cannot be loaded; transforms without a state do not count."""
         forms.check(_STATE, state, "the state of the transforms")
         differences, own = [], self._named()
-        for entry in state.get("transforms", []):
-            transform = own.get((entry["kind"], entry["nth"]))
-            if transform is None:
-                kinds = [t.kind for t in self.transforms]
-                differences.append(
-                    f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}"
-                )
-                continue
-            saved = entry["settings"]
+        for name, entry in self._entries(state):
+            transform = own.get(name)
             if type(transform) in BUILT_IN:
-                forms.check(forms.mapping_of(forms.plain), saved, f"the settings of {entry['kind']}")
-            differences += [
-                f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
-                for name, mine in transform.state_settings().items()
-                if name not in saved or saved[name] != mine
-            ]
+                forms.check(forms.mapping_of(forms.plain), entry["settings"], f"the settings of {entry['kind']}")
+            misfits = self._misfits(transform, entry)
+            if misfits and entry.get("optional", False):
+                continue
+            differences += misfits
+            if transform is None:
+                continue
             differences += transform.differences(entry["state"])
         return differences
+
+    @staticmethod
+    def _entries(state: dict[str, Any]) -> list[tuple[tuple[str, int], dict[str, Any]]]:
+        """The saved states, by kind and position."""
+        return [((entry["kind"], entry["nth"]), entry) for entry in state.get("transforms", [])]
+
+    def _misfits(self, transform: Transform | None, entry: dict[str, Any]) -> list[str]:
+        """The reasons why a state is not that of this transform."""
+        if transform is None:
+            kinds = [t.kind for t in self.transforms]
+            return [f"the state of a {entry['kind']} was saved, and the transforms here are {kinds or 'none'}"]
+        saved = entry["settings"]
+        return [
+            f"{entry['kind']} has {name}={mine!r} here, {saved.get(name)!r} there"
+            for name, mine in transform.state_settings().items()
+            if name not in saved or saved[name] != mine
+        ]
 
     def _named(self) -> dict[tuple[str, int], Transform]:
         """The transforms by kind and position among those of that kind."""

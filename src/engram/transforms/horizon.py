@@ -13,8 +13,9 @@ from engram import _forms as forms
 from engram._checks import is_integer
 from engram.pytree import Key, Keys, as_key, key_path, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
-from engram.transforms.base import Transform, root_pairs, select_reset, to_device
+from engram.transforms.base import Transform, has_entries, root_pairs, select_reset, to_device
 from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs
+from engram.transforms.roles import Role
 from engram.transforms.trajectory import (
     TrajectoryBounds,
     TrajectoryTransform,
@@ -79,6 +80,9 @@ class RandomTruncationTransform(Transform, built_in=True):
         self.min_horizon, self.max_horizon = int(min_horizon), int(max_horizon)
         self.prob, self.first_episode_prob = prob, prob if first_episode_prob is None else first_episode_prob
         self.step_count_key = as_key(step_count_key)
+
+    def roles(self) -> Role:
+        return Role.ENVIRONMENT
 
     def for_env(self, specs: EnvSpecs) -> RandomTruncationTransform:
         own = copy.copy(self)
@@ -203,6 +207,9 @@ class TargetReturn(TrajectoryTransform, built_in=True):
         return following
 
     # ---- batches ----
+    def has_changed(self, batch: Any) -> bool | None:
+        return has_entries(batch, [target for _, target in root_pairs(self.in_keys, self.out_keys)])
+
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if not self._finds_reward:
             return super()._pairs(batch)

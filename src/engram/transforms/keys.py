@@ -21,8 +21,9 @@ from engram.pytree import (
     require_tensor,
     set_entry,
 )
-from engram.transforms.base import Transform, root_key
+from engram.transforms.base import Transform, has_entries, root_key
 from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, filter_leaves, is_within
+from engram.transforms.roles import Role
 
 _REWARDS: list[Key] = ["reward", ("next", "reward")]
 _FLAGS = ("done", "terminated", "truncated")
@@ -74,6 +75,13 @@ class RenameTransform(Transform, built_in=True):
     def _call(self, td: TensorDictBase) -> TensorDictBase:
         present = [(old, new) for old, new in self._env_pairs if td.get(old, None) is not None]
         return self._renamed(td, [old for old, _ in present], [new for _, new in present])
+
+    def roles(self) -> Role:
+        reading = Role.READING | Role.ENVIRONMENT if self.in_keys else Role.NOTHING
+        return reading | (Role.WRITING if self.in_keys_inv else Role.NOTHING)
+
+    def has_written(self, batch: Any) -> bool | None:
+        return has_entries(batch, [key for key in self.in_keys_inv if key not in self.out_keys_inv])
 
     def _inverts(self) -> bool:
         return bool(self.in_keys_inv)
@@ -222,6 +230,15 @@ class ExcludeTransform(Transform, built_in=True):
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
         return td if self.inverse else td.exclude(*self._excluded_roots)
+
+    def roles(self) -> Role:
+        return Role.WRITING if self.inverse else Role.READING | Role.ENVIRONMENT
+
+    def has_written(self, batch: Any) -> bool | None:
+        return self.has_changed(batch) if self.inverse else None
+
+    def has_changed(self, batch: Any) -> bool | None:
+        return not any(get_tensor(batch, key) is not None for key in self.excluded_keys) if has_keys(batch) else None
 
     def _inverts(self) -> bool:
         return self.inverse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from engram.pytree import (
     as_key,
     as_keys,
     as_tensor,
+    collate_items,
     copy_containers,
     describe,
     flatten,
@@ -30,8 +31,9 @@ from engram.pytree import (
     require_tensor,
     set_entry,
     unflatten,
+    unstack,
 )
-from engram.transforms.base import StreamTraits, Transform, WriteRequest
+from engram.transforms.base import StreamTraits, Transform, WriteRequest, has_entries
 from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, sibling_key, trajectory_bounds
 from engram.transforms.values import first_key
@@ -184,12 +186,11 @@ class _Rows(NamedTuple):
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
 
 
-_STATE = forms.record(
+_STATE = forms.record({}, {"agreed": forms.list_of(forms.fields(forms.list_of(forms.text_or_integer), forms.boolean))})
+#: Where steps are held back.
+_HELD = forms.record(
     {"form": forms.plain, "leaves": forms.list_of(forms.tensor()), "lead": forms.list_of(forms.integer())},
-    {
-        "cuts": forms.tensor(torch.bool, ndim=2),
-        "agreed": forms.list_of(forms.fields(forms.list_of(forms.text_or_integer), forms.boolean)),
-    },
+    {"cuts": forms.tensor(torch.bool, ndim=2)},
 )
 
 
@@ -209,55 +210,79 @@ class _Border:
 
     Flags and ids do not tell a second run of a program, or another collector, that numbers its trajectories from 0,
     too. So entries that follow a step are compared with those of the next step, as the storage compares them
-    (`engram.store.border`). One that differs counts only if it agreed where two steps met before. Other than there, one
-    that agrees, and changed in the step, shows that the trajectory goes on all the same, as a goal may be set anew: a
-    cut costs an n-step row all steps behind it, and a slice only its length.
+    (`engram.store.border`). One that differs counts only if it agreed the last time that two steps met, at a border or
+    within a batch, however long ago that was. Other than there, one that agrees, and changed in the step, shows that
+    the trajectory goes on all the same, as a goal may be set anew: a cut costs an n-step row all steps behind it, and a
+    slice only its length.
 
     Args:
         next_keys: entries that follow a step, as `"next_obs"`; without them all that is under `"next"` does.
+        agreed: the attribute of another border, to continue with.
 
     Attributes:
-        agreed: of entries that were compared, whether they agreed the last time.
+        agreed: of entries that were compared, whether they agreed the last time; None: at a border that the trajectory
+            crossed they did not, as the hidden state of a policy that begins each batch with zeros. Then it says
+            nothing that they agree within batches, and that they differ only counts where nothing agrees.
     """
 
-    def __init__(self, next_keys: Sequence[Key]) -> None:
+    def __init__(self, next_keys: Sequence[Key], agreed: Mapping[tuple[Any, ...], bool | None] | None = None) -> None:
         self._next_paths = [key_path(key) for key in next_keys]
         self._paths: list[tuple[Any, ...]] = []
         self._pairs: list[tuple[int, int]] = []
-        self.agreed: dict[tuple[Any, ...], bool] = {}
+        self.agreed: dict[tuple[Any, ...], bool | None] = dict(agreed or {})
 
     def cuts(self, rows: _Rows, at: int, now: TrajectoryBounds) -> Tensor:
         """bool [S]: in which environments another trajectory begins at step `at`, by the entries of the step before."""
-        if rows.paths != self._paths:
-            self._paths, self._pairs = rows.paths, self._pairs_of(rows)
-        ended = now.ends[:, at - 1]
+        ended, pairs = now.ends[:, at - 1], self._pairs_of(rows)
         differs, goes_on = torch.zeros_like(ended), ended.clone()
-        if not self._pairs or bool(ended.all()):
+        if not pairs or bool(ended.all()):
             return differs
-        for before, after in self._pairs:
-            path = rows.paths[after]
-            if path not in self.agreed:
-                self._learn(rows, before, after, at, now)
-            same = _meets(rows, before, after, at, now)
-            all_agree = bool((same | ended).all())
-            if not self.agreed.get(path, False):
-                self.agreed[path] = all_agree
-            elif not all_agree:
-                differs |= ~same
-                del self.agreed[path]  # it must be seen to agree again
-            goes_on |= same & ~_same(rows, (before, at - 1), (after, at - 1), now)
+        unknown = [pair for pair in pairs if rows.paths[pair[1]] not in self.agreed]
+        if unknown and not self._learn(rows, unknown, max(0, at - 2), at, now):
+            self._learn(rows, unknown, at, rows.steps, now)
+        same = torch.stack([_meets(rows, before, after, at, now) | ended for before, after in pairs])
+        for (before, after), agrees in zip(pairs, same, strict=True):
+            agreed = self.agreed.get(rows.paths[after], False)
+            if agreed or agreed is None:
+                differs |= ~agrees if agreed else ~same.any(0)
+            goes_on |= agrees & ~_same(rows, (before, at - 1), (after, at - 1), now)
+        for (_, after), agrees in zip(pairs, same, strict=True):
+            self._keep(rows.paths[after], agrees, goes_on)
         return differs & ~goes_on
 
-    def _learn(self, rows: _Rows, before: int, after: int, at: int, now: TrajectoryBounds) -> None:
-        """Compares two steps beside the border that flags and ids join."""
-        for k in (at - 1, at + 1):
-            if 0 < k < rows.steps and not bool(now.ends[:, k - 1].all()):
-                same = _meets(rows, before, after, k, now) | now.ends[:, k - 1]
+    def _keep(self, path: tuple[Any, ...], agrees: Tensor, goes_on: Tensor) -> None:
+        """Keeps whether an entry agrees at a border."""
+        if bool(agrees.all()):
+            self.agreed[path] = True
+        elif bool((goes_on & ~agrees).any()):
+            self.agreed[path] = None
+        elif self.agreed.get(path, False):
+            del self.agreed[path]  # it must be seen to agree again
+        else:
+            self.agreed.setdefault(path, False)
+
+    def learn(self, rows: _Rows, start: int, stop: int, now: TrajectoryBounds) -> None:
+        """Keeps whether entries agree between the last two joined steps of those from `start` to `stop - 1`, if any."""
+        if stop - start > 1:
+            self._learn(rows, self._pairs_of(rows), start, stop, now)
+
+    def _learn(self, rows: _Rows, pairs: list[tuple[int, int]], start: int, stop: int, now: TrajectoryBounds) -> bool:
+        """`learn` of these entries; returns whether there are two such steps."""
+        joined = ~now.ends[:, start : max(start, stop - 1)]
+        at = joined.any(0).nonzero()
+        if not len(at):
+            return False
+        last = start + int(at[-1]) + 1
+        for before, after in pairs:
+            if self.agreed.get(rows.paths[after], False) is not None:
+                same = _meets(rows, before, after, last, now) | now.ends[:, last - 1]
                 self.agreed[rows.paths[after]] = bool(same.all())
-                return
+        return True
 
     def _pairs_of(self, rows: _Rows) -> list[tuple[int, int]]:
         """Each leaf that follows a step, and the same of the step, where both have one form."""
+        if rows.paths == self._paths:
+            return self._pairs
         number = {path: i for i, path in enumerate(rows.paths)}
         pairs = []
         for path, i in number.items():
@@ -266,6 +291,7 @@ class _Border:
                 a, b = rows.leaves[i], rows.leaves[j]
                 if a.dtype == b.dtype and a.shape == b.shape:
                     pairs.append((i, j))
+        self._paths, self._pairs = rows.paths, pairs
         return pairs
 
     def _step_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -318,6 +344,9 @@ class MultiStepTransform(Transform, built_in=True):
     them; at the end of training `buffer.flush_transforms()` writes them with the rewards that exist, as at a
     trajectory's end. Data with more batch dimensions than the storage hold a whole trajectory in each row; none of
     their steps is held back. In-place writes (`rb[i] = ...`) are stored unchanged.
+
+    Rows that were written without it stay as they are; with `invert=True` it changes slices on reading instead, each
+    batch by itself: transitions then end with their slice.
 
     The steps of an `extend` continue those of the last one, unless a flag, another id or an observation says
     otherwise: one that is not the next one of the step before (entries at the root and under `next`, or `X` and
@@ -387,6 +416,18 @@ class MultiStepTransform(Transform, built_in=True):
             return written.items
         return _Rows.of(written.held, dims).part(0, 0).batch()
 
+    @property
+    def needs_order(self) -> bool:
+        return True
+
+    def has_written(self, batch: Any) -> bool | None:
+        return has_entries(batch, ["steps_to_next_obs"])
+
+    def inv_alone(self, batch: Any) -> Any:
+        if type(batch) is list:
+            return unstack(self.inv_alone(collate_items(batch)), 0) if batch else batch
+        return self._of_trajectories(batch)
+
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(
             "MultiStepTransform needs later steps, which an environment does not have yet: append it to "
@@ -408,7 +449,7 @@ class MultiStepTransform(Transform, built_in=True):
         if ordered.held is not None:
             rows = _Rows.of(ordered.held, dims) if rows is None else rows.then(ordered.held, dims)
         assert rows is not None
-        now, cuts = self._trajectories(rows, dims)
+        now, cuts = self._trajectories(rows, dims, n_known)
         ready = self._complete(now, n_known)
         complete = _Rows.of(self._with_n_steps(rows.batch(), now), dims)
         self._held = rows.part(ready, n_known) if ready < n_known else None
@@ -427,7 +468,7 @@ class MultiStepTransform(Transform, built_in=True):
             rows = rows.then(writing.items, writing.batch_dims) if rows else _Rows.of(writing.items, writing.batch_dims)
         if rows is None:
             return writing
-        now, _ = self._trajectories(rows, writing.batch_dims)
+        now, _ = self._trajectories(rows, writing.batch_dims, rows.steps)
         self._held = self._cuts = None
         items = self._with_n_steps(rows.batch(), now)
         return writing._replace(items=items, time_dim=writing.batch_dims - 1, resized=True)
@@ -441,27 +482,25 @@ class MultiStepTransform(Transform, built_in=True):
     def _bounding(self) -> tuple[str, Key | None, Key | None]:
         return "MultiStepTransform", self.done_key, self.traj_key
 
-    def _trajectories(self, rows: _Rows, dims: int) -> tuple[TrajectoryBounds, Tensor | None]:
+    def _trajectories(self, rows: _Rows, dims: int, known: int) -> tuple[TrajectoryBounds, Tensor | None]:
         """The trajectories of steps that begin with those that are held back; and which ends no flag and no id tells,
-        bool [S, T], None where there are none.
+        bool [S, T], None where there are none. Those from `known` on come again.
         """
         now, held = trajectory_bounds(rows.batch(), *self._bounding, dims=dims), self.held_back
-        if not held:
-            return now, None
-        if self._cuts is not None:
-            self._cuts = self._cuts.to(now.ends.device)
-            now.ends[:, :held] |= self._cuts
         if self._border is None:
             self._border = _Border(self.next_keys)
-        new = self._border.cuts(rows, held, now) if held < rows.steps else None
-        if self._cuts is None and (new is None or not bool(new.any())):
-            return now, None
-        cuts = torch.zeros_like(now.ends)
+        cuts = None
         if self._cuts is not None:
-            cuts[:, :held] = self._cuts
-        if new is not None:
-            cuts[:, held - 1] |= new
-        now.ends.logical_or_(cuts)
+            cuts = torch.zeros_like(now.ends)
+            cuts[:, :held] = self._cuts.to(cuts.device)
+            now.ends.logical_or_(cuts)
+        if 0 < held < rows.steps:
+            new = self._border.cuts(rows, held, now)
+            if bool(new.any()):
+                cuts = torch.zeros_like(now.ends) if cuts is None else cuts
+                cuts[:, held - 1] |= new
+                now.ends.logical_or_(cuts)
+        self._border.learn(rows, held, known, now)
         return now, cuts
 
     def _with_n_steps(self, batch: Any, now: TrajectoryBounds) -> Any:
@@ -494,29 +533,40 @@ class MultiStepTransform(Transform, built_in=True):
     def empty(self) -> None:
         self._held = self._cuts = self._border = None
 
+    def remember(self) -> Any:
+        return self._held, self._cuts, None if self._border is None else dict(self._border.agreed)
+
+    def undo(self, before: Any) -> None:
+        self._held, self._cuts, agreed = before
+        self._border = None if agreed is None else _Border(self.next_keys, agreed)
+
+    def state_is_optional(self) -> bool:
+        return self._held is None
+
     def get_extra_state(self) -> dict[str, Any]:
-        if self._held is None:
-            return {}
-        held = {"form": self._held.form.to_json(), "leaves": list(self._held.leaves), "lead": list(self._held.lead)}
+        state: dict[str, Any] = {}
+        if self._held is not None:
+            held = self._held
+            state = {"form": held.form.to_json(), "leaves": list(held.leaves), "lead": list(held.lead)}
         if self._cuts is not None:
-            held["cuts"] = self._cuts
+            state["cuts"] = self._cuts
         if self._border is not None and self._border.agreed:
-            held["agreed"] = [[list(path), agreed] for path, agreed in self._border.agreed.items()]
-        return held
+            state["agreed"] = [[list(path), agreed] for path, agreed in self._border.agreed.items()]
+        return state
 
     def set_extra_state(self, state: Any) -> None:
-        self._held = self._cuts = self._border = None
-        if state:
-            border = _Border(self.next_keys)
-            border.agreed = {tuple(path): agreed for path, agreed in state.get("agreed", ())}
-            self._held, self._cuts, self._border = _saved_rows(state), state.get("cuts"), border
+        self._held, self._cuts = (_saved_rows(state), state.get("cuts")) if "form" in state else (None, None)
+        agreed = {tuple(path): agreed for path, agreed in state.get("agreed", ())} if state else {}
+        self._border = _Border(self.next_keys, agreed) if state else None
 
     def differences(self, state: dict[str, Any]) -> list[str]:
         forms.check(_STATE, state, f"the state of {self.kind}")
-        held = _saved_rows(state)
-        shape = (math.prod(held.lead), held.steps)
-        if "cuts" in state and tuple(state["cuts"].shape) != shape:
-            raise ValueError(f"'cuts' of a MultiStepTransform is a bool {list(shape)}, got {state['cuts']!r:.80}")
+        if "form" in state:
+            forms.check(_HELD, state, f"the state of {self.kind}")
+            held = _saved_rows(state)
+            shape = (math.prod(held.lead), held.steps)
+            if "cuts" in state and tuple(state["cuts"].shape) != shape:
+                raise ValueError(f"'cuts' of a MultiStepTransform is a bool {list(shape)}, got {state['cuts']!r:.80}")
         return super().differences(state)
 
     def state_settings(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from engram.pytree import (
     missing_key_error,
     require_tensor,
     set_entry,
+    steps_of_padded,
     unstack,
 )
 from engram.transforms.base import Transform
@@ -39,8 +40,9 @@ class NextStateReconstructor(Transform, built_in=True):
         fill_value: the next state of a step whose next row is not the step after it, one number for all keys.
         strict: a missing `traj_key`, `done_key` or `step_count_key` is an error; False: it is ignored.
 
-    Batches are rows in the order of time, as `rb[:]` and samplers of slices return them: `[rows]`, or `[*, time]`. The
-    batch dimensions of a plain dict are those of its flags without a last dimension of 1.
+    Batches are rows in the order of time, as `rb[:]` and samplers of slices return them: `[rows]`, or `[*, time]`;
+    padding (`("collector", "mask")`) is no next row. The batch dimensions of a plain dict are those of its flags
+    without a last dimension of 1.
 
     Raises:
         KeyError: an entry is missing; the message names it.
@@ -71,6 +73,10 @@ class NextStateReconstructor(Transform, built_in=True):
         self.done_key = None if done_key is None else as_key(done_key)
         self.step_count_key = None if step_count_key is None else as_key(step_count_key)
         self.fill_value, self.strict = fill_value, strict
+
+    @property
+    def needs_order(self) -> bool:
+        return self.step_count_key is None
 
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(
@@ -116,6 +122,9 @@ class NextStateReconstructor(Transform, built_in=True):
                 goes_on &= ~flag.to("cpu", torch.bool).any(-1)
         if ids is not None:
             goes_on[..., :-1] &= (ids[..., 1:, :] == ids[..., :-1, :]).all(-1).cpu()
+        is_step = steps_of_padded(batch, shape)
+        if is_step is not None:
+            goes_on[..., :-1] &= (is_step[..., 1:] & is_step[..., :-1]).cpu()
         if counts is not None:
             goes_on[..., :-1] &= (counts[..., 1:, :] == counts[..., :-1, :] + 1).all(-1).cpu()
         return goes_on

@@ -15,7 +15,7 @@ from engram._advice import advised
 from engram._checks import is_integer
 from engram.pytree import Key, as_key, get_tensor, has_batch_size, key_path, require_tensor, set_entry
 from engram.specs import Categorical, Composite, Spec, Unbounded
-from engram.transforms.base import Transform, select_reset, to_device
+from engram.transforms.base import Transform, has_entries, select_reset, to_device
 from engram.transforms.env_specs import EnvSpecs
 from engram.transforms.trajectory import DONE_KEYS, TrajectoryBounds, TrajectoryTransform
 from engram.transforms.values import first_key
@@ -30,7 +30,8 @@ class NoopResetEnv(Transform, built_in=True):
         noops: the number of actions; with `random` the largest number plus one.
         random: draw a number from 0 to `noops - 1` at each reset.
 
-    It takes single environments only: put it below `SerialEnv` and `ParallelEnv`. Batches of a buffer stay unchanged.
+    It takes single environments only: put it below `SerialEnv` and `ParallelEnv`. In a buffer it does nothing, with a
+    warning.
 
     Raises:
         ValueError: `noops` is negative, or the environment is a batch of several.
@@ -65,9 +66,6 @@ class NoopResetEnv(Transform, built_in=True):
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs
-
-    def _call(self, td: TensorDictBase) -> TensorDictBase:
-        return td
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         steps = int(torch.randint(self.noops, ())) if self.random and self.noops else self.noops
@@ -104,7 +102,7 @@ class EndOfLifeTransform(Transform, built_in=True, never_saved=("eol_attribute",
         eol_attribute: the method of the gymnasium environment that counts the lives. `engram.load` makes no transform
             with one that a checkpoint names.
 
-    Batches of a buffer stay unchanged: they have these entries from the environment.
+    In a buffer, whose steps have these entries from the environment, it does nothing, with a warning.
 
     Raises:
         TypeError: the environment has no such method, or it is one of a vector of gymnasium's, which begin the next
@@ -278,6 +276,9 @@ class TensorDictPrimer(Transform, built_in=True):
         return following
 
     # ---- buffers ----
+    def has_changed(self, batch: Any) -> bool | None:
+        return has_entries(batch, list(self.primers.leaves()))
+
     def forward(self, batch: Any) -> Any:
         if type(batch) is list:
             return [self.forward(item) for item in batch]
@@ -350,6 +351,9 @@ class TrajCounter(TrajectoryTransform, built_in=True):
     # ---- environments ----
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         return specs.with_entries({self.out_key: Unbounded(specs.done.shape, specs.done.device, torch.int64)})
+
+    def has_changed(self, batch: Any) -> bool | None:
+        return has_entries(batch, [self.out_key])
 
     _current: Tensor  # in an environment: the numbers of the running trajectories
 

@@ -47,6 +47,10 @@ class RandomCropTensorDict(Transform, built_in=True):
         self.sub_seq_len, self.sample_dim = int(sub_seq_len), sample_dim
         self.mask_key = None if mask_key is None else as_key(mask_key)
 
+    @property
+    def needs_order(self) -> bool:
+        return True
+
     def for_env(self, specs: EnvSpecs) -> Any:
         raise TypeError(
             "RandomCropTensorDict takes pieces of whole sequences, which an environment does not have yet: append it "

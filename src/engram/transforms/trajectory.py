@@ -21,22 +21,36 @@ from engram import _forms as forms
 from engram._advice import advised
 from engram._arguments import BUILT_IN
 from engram.pytree import (
+    MASK,
     Key,
+    KeyPath,
     Keys,
     as_key,
     as_path,
     collate_items,
     copy_containers,
+    get_entry,
     get_tensor,
     has_batch_size,
     key_path,
     require_tensor,
     set_entry,
+    steps_of_padded,
     unstack,
 )
 from engram.specs import Categorical, Spec, Unbounded
-from engram.transforms.base import Deferred, Transform, WriteRequest, root_key, root_pairs, select_reset, to_device
+from engram.transforms.base import (
+    Deferred,
+    Transform,
+    WriteRequest,
+    has_entries,
+    root_key,
+    root_pairs,
+    select_reset,
+    to_device,
+)
 from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs
+from engram.transforms.roles import WARNED, warn_once
 from engram.transforms.values import REWARD_KEYS, first_key
 
 DONE_KEYS: tuple[Key, ...] = (("next", "done"), "done")
@@ -105,7 +119,7 @@ def trajectory_bounds(
     who: str,
     done_key: Key | None = None,
     traj_key: Key | None = None,
-    mask_key: Key | None = None,
+    mask_key: Key | KeyPath = MASK,
     dims: int | None = None,
 ) -> TrajectoryBounds:
     """The trajectories of a batch, from done flags (`("next", "done")` or `"done"`), ids, `"is_init"` and a mask.
@@ -127,9 +141,8 @@ def trajectory_bounds(
     if ids is not None:
         ends[:, :-1] |= ids[:, 1:] != ids[:, :-1]
     ends[:, :-1] |= starts[:, 1:]
-    mask = None if mask_key is None else get_tensor(batch, mask_key)
-    if mask is not None and mask_key is not None:
-        is_step = _flags(view, mask, mask_key)
+    is_step = steps_of_padded(batch, (view.rows, view.steps), mask_key)
+    if is_step is not None:
         ends |= ~is_step  # each step of padding is a trajectory of its own
         ends[:, :-1] |= ~is_step[:, 1:]
     return TrajectoryBounds(view, done, ids, starts, ends)
@@ -197,7 +210,7 @@ Self = TypeVar("Self", bound="TrajectoryTransform")
 class CarryOver(NamedTuple):
     """The state that a transform keeps from a written batch to continue in the next one."""
 
-    done: Tensor  # [S]: whether its last step ended a trajectory
+    done: Tensor  # [S]: whether its last step ended a trajectory, or is padding
     ids: Tensor | None  # [S]: that step's trajectory
     value: Any  # what `_run` returned
 
@@ -211,13 +224,15 @@ class TrajectoryTransform(Transform, built_in=True):
     """Base class of transforms along time: they take batches `[*, T]` and never cross a trajectory's end.
 
     Trajectories end at done flags (`done_key`; `("next", "done")` if None, or `"done"` in batches without it), where
-    ids change (`traj_key`; if None `("collector", "traj_ids")` or `"episode"`, if the batch has them), and before
-    `"is_init"`. The batch dimensions of a plain dict are those of its flags without a last dimension of 1. Batches
-    without steps stay unchanged on reading, and are an error on writing.
+    ids change (`traj_key`; if None `("collector", "traj_ids")` or `"episode"`, if the batch has them), before
+    `"is_init"`, and at padding, where `("collector", "mask")` is False. The batch dimensions of a plain dict are those
+    of its flags without a last dimension of 1. Batches without steps stay unchanged on reading, and are an error on
+    writing.
 
     `forward` treats each batch separately: rollouts, `rb[:]`, or batches of slice samplers. Appended to a buffer with
     `invert=True` it transforms written data, and the next `extend` or `add` continues where the last one
-    stopped, unless that ended a trajectory or the trajectory ids differ.
+    stopped, unless that ended a trajectory, the trajectory ids differ, or `flush_transforms()` was called between them,
+    as a collector does before its first batch. A run that numbers its trajectories as the one before calls it, too.
 
     In an environment it continues from step to step and restarts at resets, so that a rollout equals `forward` of
     the base environment's rollout. Each environment has its own copy.
@@ -233,6 +248,10 @@ class TrajectoryTransform(Transform, built_in=True):
         self.done_key = None if done_key is None else as_key(done_key)
         self.traj_key = None if traj_key is None else as_key(traj_key)
         self._carry_over: CarryOver | None = None
+
+    @property
+    def needs_order(self) -> bool:
+        return True
 
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         """Sets entries in place; returns the value to continue with in the next batch.
@@ -322,7 +341,11 @@ class TrajectoryTransform(Transform, built_in=True):
         with torch.no_grad():  # the value would otherwise keep the graph of all earlier batches
             value = self._run(batch, now, continues, None if carried is None else carried.value)
         ids = None if now.ids is None else now.ids[:, -1].clone()
-        return batch, CarryOver(now.done[:, -1].clone(), ids, value)
+        return batch, CarryOver(now.ends[:, -1].clone(), ids, value)
+
+    def end_trajectories(self) -> None:
+        if self._carry_over is not None:
+            self._carry_over = self._carry_over._replace(done=torch.ones_like(self._carry_over.done))
 
     # ---- state ----
     def empty(self) -> None:
@@ -412,6 +435,10 @@ class RewardSum(TrajectoryTransform, built_in=True):
             return super()._pairs(batch)
         key = first_key(batch, REWARD_KEYS, "RewardSum")
         return [(key, sibling_key(key, "episode_reward"))]
+
+    def has_changed(self, batch: Any) -> bool | None:
+        rewards = [key for key in REWARD_KEYS if get_entry(batch, key) is not None][:1]
+        return has_entries(batch, self.out_keys or [sibling_key(key, "episode_reward") for key in rewards])
 
     _sum_along = staticmethod(running_sum)
 
@@ -530,6 +557,9 @@ class StepCounter(TrajectoryTransform, built_in=True):
         self.truncated_key, self.step_count_key = truncated_key, step_count_key
         self.update_done = update_done
 
+    def has_changed(self, batch: Any) -> bool | None:
+        return has_entries(batch, [self.step_count_key])
+
     @property
     def step_count_keys(self) -> list[Key]:
         """The key of the count, in a list."""
@@ -647,6 +677,9 @@ class InitTracker(TrajectoryTransform, built_in=True):
         mark = Categorical(2, specs.done.shape, specs.done.device, torch.bool)
         return specs.with_entries({root_key(self.init_key): mark})
 
+    def has_changed(self, batch: Any) -> bool | None:
+        return has_entries(batch, [self.init_key])
+
     @property
     def init_keys(self) -> list[Key]:
         """The key of the mark, in a list."""
@@ -711,7 +744,7 @@ def as_sum_dtype(value: Tensor) -> Tensor:
 
 @advised
 class Reward2GoTransform(TrajectoryTransform, built_in=True):
-    """On writing, adds the discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
+    """The discounted sum of rewards from each step to its trajectory's end, as `reward_to_go`.
 
     Args:
         gamma: the discount, 0 to 1.
@@ -720,17 +753,22 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
         done_key, traj_key: where trajectories end; see TrajectoryTransform. `"done"` means `("next", "done")` where the
             batch has it: the flag of the step itself, not of the step before.
 
-    `inv` and writing into a buffer compute it, from each batch by itself: extend by whole trajectories. Steps after the
-    last end in a batch count the rewards up to the end of the batch; a batch without any end is an error. On reading
-    batches stay unchanged; with `invert=True` it computes the sums on reading instead, for samplers of slices.
+    In a buffer that it was appended to before the first `extend`, `inv` computes it when steps are written, from each
+    batch by itself: extend by whole trajectories. Steps after the last end in a batch count the rewards up to the end
+    of the batch, with a warning; a batch without any end is an error. `read_minari` and `read_hdf5` extend such a
+    buffer by whole trajectories.
+
+    Of rows that were written without it, it computes it on reading, from the steps that the batch has: draw slices. A
+    slice that ends before its episode lacks the rewards behind it, of which it warns once; so it does at an end by
+    truncation, which looks the same. With `invert=True` it always computes it on reading, and not on writing.
 
     Raises:
-        ValueError: no trajectory ends in the batch.
+        ValueError: no trajectory ends in a batch that is written.
 
     Example:
         >>> done = torch.tensor([[False], [True]])
         >>> batch = {"next": {"reward": torch.ones(2, 1), "done": done}}
-        >>> Reward2GoTransform(gamma=0.5).inv(batch)["reward_to_go"].flatten()
+        >>> Reward2GoTransform(gamma=0.5)(batch)["reward_to_go"].flatten()
         tensor([1.5000, 1.0000])
     """
 
@@ -759,14 +797,56 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
             "buffer, or call its inv on a rollout"
         )
 
+    # ---- reading ----
+    def has_written(self, batch: Any) -> bool | None:
+        return has_entries(batch, self.out_keys)
+
     def forward(self, batch: Any) -> Any:
+        return batch if self.has_written(batch) else self.inv_alone(batch)
+
+    def inv_alone(self, batch: Any) -> Any:
+        if type(batch) is list:
+            return unstack(self.forward(collate_items(batch)), 0) if batch else batch
+        trajectories = self._bounds(batch)
+        if trajectories.done.numel():
+            self._run(batch, trajectories, torch.zeros_like(trajectories.done[:, 0]), None)
+            self._warn_of_cut(batch, trajectories)
         return batch
 
+    def _warn_of_cut(self, batch: Any, trajectories: TrajectoryBounds) -> None:
+        """Warns of trajectories in a batch behind which their episode goes on, or may do so."""
+        if WARNED in vars(self):
+            return  # what follows takes some time
+        done_key, view = self._done_key(batch) or first_key(batch, DONE_KEYS, "Reward2GoTransform"), trajectories.view
+        truncated, terminated = (
+            None if (flag := get_tensor(batch, sibling_key(done_key, name))) is None else _flags(view, flag, name)
+            for name in ("truncated", "terminated")
+        )
+        is_over = trajectories.done if truncated is None else trajectories.done & ~truncated
+        is_over = is_over if terminated is None else is_over | terminated
+        last = trajectories.ends.clone()
+        last[:, -1] = True
+        is_step = steps_of_padded(batch, (view.rows, view.steps))
+        last = last if is_step is None else last & is_step
+        if cut := int((last & ~is_over).sum()):
+            warn_once(
+                self,
+                f"reward_to_go is the sum of the rewards that a batch has, and {cut} of the {int(last.sum())} "
+                "trajectories in this one end before their episode, or by truncation: where rewards follow, they are "
+                "missing. Append Reward2GoTransform before the first extend, and extend by whole trajectories, or draw "
+                "slices of whole episodes",
+            )
+
+    # ---- writing ----
     def inv(self, tensordict: Any) -> Any:
         return self._transform_whole(tensordict if type(tensordict) is list else copy_containers(tensordict))
 
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         return self._continue_stream(writing)
+
+    @property
+    def takes_whole_trajectories(self) -> bool:
+        return True
 
     def changes_writes(self) -> bool:
         return True
@@ -779,18 +859,32 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
             return super()._pairs(batch)
         return [(first_key(batch, REWARD_KEYS, "Reward2GoTransform"), self.out_keys[0])]
 
-    def _trajectories(self, batch: Any, dims: int | None = None) -> TrajectoryBounds:
+    def _done_key(self, batch: Any) -> Key | None:
         done_key = self.done_key
-        if done_key is not None:
-            done_key = first_key(batch, (("next", *as_path(done_key)), done_key), "Reward2GoTransform")
-        return trajectory_bounds(batch, "Reward2GoTransform", done_key, self.traj_key, dims=dims)
+        if done_key is None:
+            return None
+        return first_key(batch, (("next", *as_path(done_key)), done_key), "Reward2GoTransform")
 
-    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
-        if not bool(trajectories.ends.any()):
+    def _bounds(self, batch: Any, dims: int | None = None) -> TrajectoryBounds:
+        return trajectory_bounds(batch, "Reward2GoTransform", self._done_key(batch), self.traj_key, dims=dims)
+
+    def _trajectories(self, batch: Any, dims: int | None = None) -> TrajectoryBounds:
+        """Those of a batch that is written."""
+        trajectories = self._bounds(batch, dims)
+        if trajectories.done.numel() and not bool(trajectories.ends.any()):
             raise ValueError(
                 "no trajectory ends in this batch, so that the rewards to come are not known; extend by whole "
                 "trajectories, or mark the last step truncated and done"
             )
+        if trajectories.done.numel() and not bool(trajectories.ends[:, -1].all()):
+            warn_once(
+                self,
+                "reward_to_go is the sum of the rewards that a batch has, and the last trajectory of this one does not "
+                "end in it: the rewards that follow are missing. Extend by whole trajectories",
+            )
+        return trajectories
+
+    def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         last = trajectories.last()
         for source, target in self._pairs(batch):
             reward = require_tensor(batch, source, "Reward2GoTransform")

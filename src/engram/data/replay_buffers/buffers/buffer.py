@@ -63,6 +63,7 @@ from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.storages.list import ListStorage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
 from engram.data.replay_buffers.writers.round_robin import (
+    ImmutableDatasetWriter,
     Placing,
     RoundRobinWriter,
     Writer,
@@ -86,6 +87,7 @@ from engram.store.indexing import to_slots
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
+from engram.transforms.roles import IN_BUFFERS, Role, warn_if_idle
 
 # `torch.compile` goes round every function of this package: it cannot trace native code, and so each call is a graph
 # break. (Dynamo is loaded by tensordict.)
@@ -652,7 +654,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 rows = move_dim(rows, 0, self._parts.time_dim)
         if self._collate_fn is not None and not is_int(index):
             rows = self._collate_fn(rows)
-        return self._transform.forward(rows) if self._transform.transforms else rows
+        return self._transform.read(rows) if self._transform.transforms else rows
 
     def __setitem__(self, index: Index, items: T | Data | Sequence[T | Data]) -> None:
         """Replaces stored steps, for which this process must have the storage alone: those that `rb[...]` reads.
@@ -968,7 +970,11 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         return self
 
     def _check_transform(self, transform: Transform) -> None:
-        """Raises TypeError for a transform that does not work here; warns of one that works on reading only."""
+        """Raises TypeError for a transform that does not work here; warns of one that does nothing, or too little."""
+        if isinstance(self._writer, ImmutableDatasetWriter):
+            warn_if_idle(transform, Role.READING, "in a replay buffer that is only read")
+        else:
+            warn_if_idle(transform, IN_BUFFERS, "in a replay buffer")
         for part in transform.parts():
             if part.names_no_entry_to_invert():
                 warn_user(

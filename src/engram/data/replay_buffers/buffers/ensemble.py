@@ -18,6 +18,7 @@ from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
+from engram.transforms.roles import Role, warn_if_idle
 
 
 @advised
@@ -107,6 +108,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
                 f"{transform.kind} changes what is written, and nothing is written through an ensemble: give it to the "
                 "members; for reading only, give the ensemble a callable, or one that names in_keys and no in_keys_inv"
             )
+        warn_if_idle(transform, Role.READING, "in an ensemble")
 
     def _join_parts(self) -> BufferParts:
         parts: tuple[Any, Any, Any] = self._storage, self._sampler, self._writer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,15 +87,15 @@ def joint_transform(storage: Storage, transforms: Sequence[Compose]) -> Compose 
     return transforms[0] if transforms[0].acts_by_row(row_ndim) else None
 
 
-def transform_parts(whole: Any, parts: list[Any], transforms: Sequence[Compose]) -> Any:
+def transform_parts(whole: Any, parts: list[Any], transforms: Sequence[Callable[[Any], Any]]) -> Any:
     """The whole batch, each part of which goes through its transform.
 
     Parts lie in the memory of the whole: what a transform left where it was, or changed in place, is in its place.
     """
     if type(whole) is not TensorDict:
-        return stack_batches([t.forward(part) for t, part in zip(transforms, parts, strict=True)])
+        return stack_batches([change(part) for change, part in zip(transforms, parts, strict=True)])
     before = [_entries(part) for part in parts]
-    after = [t.forward(part) for t, part in zip(transforms, parts, strict=True)]
+    after = [change(part) for change, part in zip(transforms, parts, strict=True)]
     fits = all(type(part) is TensorDict and part.batch_size == whole.batch_size[1:] for part in after)
     try:
         if fits and _rejoin(whole, before, after):

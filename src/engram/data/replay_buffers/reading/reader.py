@@ -120,6 +120,15 @@ class Member:
         self._items = storage.access.item_reader
         self._stacks_items = collate_fn is collate_items
 
+    def transformed(self, batch: Any) -> Any:
+        """A batch of its rows after its transform."""
+        return self.transform.read(batch, int(self.is_loose)) if self.transform.transforms else batch
+
+    @property
+    def is_loose(self) -> bool:
+        """Whether the rows of a batch do not follow each other in time."""
+        return self.plan.is_loose is not None and self.plan.is_loose()
+
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in a batch, with its index and info; of lists on average."""
@@ -479,7 +488,12 @@ class BatchReader:
             batch, index, ids = batch
             batch = joint.forward(batch)
             put_index(batch, index, ids)
-        return self.transform.forward(batch) if self.transform.transforms else batch
+        return self._transformed(batch) if self.transform.transforms else batch
+
+    def _transformed(self, batch: Any) -> Any:
+        """A whole batch after the transform."""
+        loose = any(member.is_loose for member in self.members)
+        return self.transform.read(batch, 0 if not loose else 1 if self._chooser is None else 2)
 
     def sample(self, n: int, generations: bool) -> tuple[Any, dict[str, Any]]:
         """A batch of n and its info."""
@@ -641,7 +655,7 @@ class BatchReader:
             return None
         batch, info = batch_and_info
         if self.transform.transforms:
-            batch = self.transform.forward(batch)
+            batch = self._transformed(batch)
         # What transforms have learnt may be that of other rows, and so may a part be that was read before another one.
         if any(self.members[draw.member].storage.access.incarnation != draw.incarnation for draw in draws):
             return None
@@ -691,7 +705,7 @@ class BatchReader:
         if joint is not None:
             batch = joint.forward(batch)
         elif parts:
-            batch = transform_parts(batch, parts, [member.transform for member in members])
+            batch = transform_parts(batch, parts, [member.transformed for member in members])
         put_index(batch, index, buffer_ids)
         return batch, info
 
@@ -703,8 +717,7 @@ class BatchReader:
             if batch_and_info is None:
                 return None
             batch, info = batch_and_info
-            if member.transform.transforms:
-                batch = member.transform.forward(batch)
+            batch = member.transformed(batch)
             if isinstance(info["index"], tuple):
                 info["index"] = torch.stack(info["index"], -1)
             batches.append(batch)

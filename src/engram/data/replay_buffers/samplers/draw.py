@@ -48,6 +48,7 @@ class DrawPlan(NamedTuple):
         native: draws the rows of a batch inside the one native call that makes it, the same as `draw` would; None: only
             `draw` does. The rows are looked at before it draws and after they were read.
         episodes: the trajectories that it draws from; None: it draws steps.
+        is_loose: says whether the rows of a batch do not follow each other in time; None: they do, or it is not known.
         epoch: names the epoch of the last draw; `ran_out` of the sampler says whether that is over. None: there are no
             epochs. The caller holds the lock.
         can_repeat: whether a draw that is not believed may be made again; an epoch would leave out the rows of the
@@ -66,6 +67,7 @@ class DrawPlan(NamedTuple):
     is_ours: bool
     native: _native.RowDraw | None = None
     episodes: EpisodeIndex | None = None
+    is_loose: Callable[[], bool] | None = None
     epoch: Callable[[], EpochName] | None = None
     can_repeat: bool = False
     full_batches: bool = False

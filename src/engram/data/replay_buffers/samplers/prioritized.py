@@ -574,7 +574,8 @@ class PrioritizedSampler(Sampler, built_in=True):
             native = _native.PriorityDraw(self, drawing, partial(self._follow, storage), dtype is torch.float64)
         limited = _room(self.storage_state.max_capacity, storage) is not None
         check_rows = partial(self._check_rows, storage) if limited else None
-        return super().draw_plan(storage)._replace(native=native, check_rows=check_rows)
+        plan = super().draw_plan(storage)
+        return plan._replace(native=native, check_rows=check_rows, is_loose=lambda: plan.is_ours)
 
     def _follow(self, storage: Storage) -> tuple[_native.Priorities, float, bool] | None:
         """Priorities of the storage's steps, beta, and whether weights are float64; None: `sample` draws."""

@@ -49,7 +49,8 @@ class RandomSampler(Sampler, built_in=True):
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
-        return super().draw_plan(storage)._replace(native=_native.UniformDraw(self, drawing))
+        plan = super().draw_plan(storage)
+        return plan._replace(native=_native.UniformDraw(self, drawing), is_loose=lambda: plan.is_ours)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         return DrawTotals(float(stored_rows(storage)))
@@ -146,9 +147,10 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         return torch.ones(len(slots), dtype=torch.float64)
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
-        return super().draw_plan(storage)._replace(
+        plan = super().draw_plan(storage)
+        return plan._replace(
             most_rows=lambda n: min(n, stored_rows(storage)), full_batches=self.drop_last,
-            native=_native.EpochDraw(partial(self._running, storage)),
+            native=_native.EpochDraw(partial(self._running, storage)), is_loose=lambda: plan.is_ours and self.shuffle,
         )  # fmt: skip
 
     def _running(self, storage: Storage) -> tuple[_native.EpochWalk, dict[str, Any]] | None:

@@ -13,7 +13,7 @@ import engram._native as _native
 from engram._copies import CopiedAsPlain
 from engram.data.replay_buffers.samplers.base import EMPTY, DrawTotals, StorageState
 from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Mark, is_per_row
-from engram.pytree import KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
+from engram.pytree import MASK, KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
 from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ Seed = Callable[[], Tensor]  # int64 [1] from the sampler's generator, at each c
 
 
 TRUNCATED: KeyPath = ("next", "truncated")
-MASK: KeyPath = ("collector", "mask")
 Weight = Literal["trajectories", "steps"]
 #: By how much slices may be cut at one end: not at all, to one step, by so many steps at most.
 Cut: TypeAlias = bool | int

@@ -25,7 +25,6 @@ from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, 
 from engram.data.replay_buffers.samplers.epochs import SliceEpochs
 from engram.data.replay_buffers.samplers.prioritized import PrioritizedSampler, PriorityTable
 from engram.data.replay_buffers.samplers.runs import (
-    MASK,
     TRUNCATED,
     Cut,
     Marking,
@@ -41,7 +40,7 @@ from engram.data.replay_buffers.samplers.runs import (
     shown_key,
     stored_flags,
 )
-from engram.pytree import Key, KeyPath, as_path, map_outermost
+from engram.pytree import MASK, Key, KeyPath, as_path, map_outermost
 from engram.store.episodes import EpisodeIndex
 
 if TYPE_CHECKING:
@@ -339,7 +338,7 @@ class SliceSampler(Sampler, built_in=True):
             native = _native.SliceDraw(self, drawing, partial(self._planned, storage), ("_rule",))
         plan = super().draw_plan(storage)
         return plan._replace(
-            most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes,
+            most_rows=partial(self._most_rows, storage), native=native, episodes=self.episodes, is_loose=None,
             full_batches=self.storage_state.full_batches,
         )  # fmt: skip
 
