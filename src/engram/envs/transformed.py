@@ -119,11 +119,11 @@ class TransformedEnv(PartlyCopied, EnvBase):
         try:
             for i, part in enumerate(parts):
                 own = part if i < n_attached else part.for_env(specs)
-                if i >= n_attached:
-                    warn_if_idle(own, Role.ENVIRONMENT, "in an environment")
                 self._parts = [*self._parts, own]
                 own.set_container(self)
                 specs = own.transform_specs(specs)
+                if i >= n_attached:
+                    warn_if_idle(own, Role.ENVIRONMENT, "in an environment")
         except BaseException:
             self._parts = before
             raise

@@ -735,29 +735,33 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return has_entries(batch, [key for key in self.out_keys if key not in self.in_keys])
 
     # ---- reading ----
-    def read(self, batch: Any, loose: int = 0, rows: Any = None) -> Any:
-        """`forward` of a batch that a buffer has read; with a warning, once, if it can do nothing with it.
+    def read(self, batch: Any, loose: int = 0) -> Any:
+        """`forward` of a batch that a buffer has read; the batch itself if it is `is_idle`."""
+        return batch if self.is_idle(batch, loose) else self.forward(batch)
+
+    def is_idle(self, batch: Any, loose: int = 0) -> bool:
+        """Whether it leaves a batch that a buffer has read as it is because its rows do not follow each other.
+
+        Then it warns, once; so it does if it only changes what is written, and these rows were written without it.
 
         Args:
             loose: how many of the first dimensions are of rows that were drawn one by one; 0: they follow each other.
-            rows: the batch before all transforms.
         """
         is_written = self.has_written(batch)
-        if loose and self.needs_order and not is_written and _batch_dims(batch) <= loose:
-            roles = self.roles()
-            if Role.READING in roles:
-                later = "" if Role.WRITING in roles else " with invert=True, which computes it on writing"
+        if loose and self.needs_order and not is_written and Role.READING in self.roles():
+            if _batch_dims(batch) <= loose:
+                later = "" if Role.WRITING in self.roles() else " with invert=True, which computes it on writing"
                 warn_once(
                     self,
                     f"{self.kind} takes rows in the order of time, and the sampler draws single rows: batches stay as "
                     f"they are. Draw slices (SliceSampler), or append it before the first extend{later}",
                 )
-                return batch
-        if is_written is False and Role.READING not in self.roles() and not self.has_written(rows):
+                return True
+        elif is_written is False and Role.READING not in self.roles():
             warn_once(
                 self, f"{self.kind} finds rows that were written without it, which stay so: {where_it_works(self)}"
             )
-        return self.forward(batch)
+        return False
 
     def forward(self, batch: Any) -> Any:
         """The batch in the form that `sample` returns.

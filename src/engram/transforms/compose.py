@@ -48,13 +48,16 @@ class Compose(Transform, built_in=True):
     def roles(self) -> Role:
         return functools.reduce(operator.or_, (transform.roles() for transform in self.transforms), Role.NOTHING)
 
-    def read(self, batch: Any, loose: int = 0, rows: Any = None) -> Any:
-        if type(self) not in BUILT_IN:  # it may have a `forward` of its own
+    def read(self, batch: Any, loose: int = 0) -> Any:
+        if not self.is_idle(batch, loose):
             return self.forward(batch)
-        rows = batch if rows is None else rows
         for transform in self.transforms:
-            batch = transform.read(batch, loose, rows)
+            batch = transform.read(batch, loose)
         return batch
+
+    def is_idle(self, batch: Any, loose: int = 0) -> bool:
+        """Whether one of its transforms is."""
+        return any(transform.is_idle(batch, loose) for transform in self.transforms)
 
     def forward(self, batch: Any) -> Any:
         for transform in self.transforms:
