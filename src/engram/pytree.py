@@ -248,7 +248,7 @@ def no_array_error(path: KeyPath) -> TypeError:
 def with_entry(batch: Any, key: str, value: Any) -> Any:
     """A shallow copy of a TensorDict, dict or tensorclass with one more entry; the caller's object stays as it is."""
     twin = batch.copy()
-    _set_at_root(twin, key, value)
+    set_entry(twin, key, value)
     return twin
 
 
@@ -290,23 +290,13 @@ def set_per_item(batch: Any, key: Key | KeyPath, value: Any, lead: int = 1) -> N
         return
     if isinstance(value, Tensor) and not isinstance(batch, dict) and len(batch.batch_size) > lead:
         value = repeat_per_step(value, lead, tuple(batch.batch_size[lead:]))
-    if isinstance(key, str):
-        _set_at_root(batch, key, value)
-    else:
-        set_entry(batch, key, value)
+    set_entry(batch, key, value)
 
 
 def repeat_per_step(value: Tensor, lead: int, inner: tuple[int, ...]) -> Tensor:
     """A value for each item, `[*lead, ...]`, for each of the item's steps: `[*lead, *inner, ...]`, in new memory."""
     first, rest = value.shape[:lead], value.shape[lead:]
     return value.reshape((*first, *(1 for _ in inner), *rest)).expand((*first, *inner, *rest)).contiguous()
-
-
-def _set_at_root(batch: Any, key: str, value: Any) -> None:
-    if isinstance(batch, dict):
-        batch[key] = value
-    else:
-        batch.set(key, value)
 
 
 def remove_entry(batch: Any, key: Key) -> None:

@@ -142,6 +142,7 @@ def test_an_older_version_is_rejected_and_a_newer_one_is_written_with_the_patch(
     versions = torch.tensor([4, 1] * 5)
     assert update(versions, require_newer=True) == [True, False] * 5
     assert column(rb, "version") == [4, 3] * 5 == column(rb, "n")
+    assert update([5, 1] * 5) == [True, False] * 5 and column(rb, "version") == [5, 3] * 5
 
 
 @storages

@@ -18,6 +18,7 @@ from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 from engram.store.row_form import DONE, IDS
+from engram.store.row_table import NativeRows
 
 _FLAGS = (torch.bool, torch.uint8, torch.int8)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
@@ -27,6 +28,7 @@ class StepSource(Protocol):
     """A storage as the index reads it."""
 
     mutex: Any
+    native: NativeRows
 
     @property
     def lanes(self) -> Lanes | None: ...
@@ -243,12 +245,11 @@ class EpisodeIndex(PartlyCopied):
             return _Indexed(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
         by_id, leaves = self._leaves(steps)
         leaf = leaves[0]
-        # An observation that is stored once lies behind the rows, or, of next ones, nowhere.
-        if leaf.offset + leaf.nbytes <= lanes.store.payload_bytes and len(leaves) == 1:
-            index = _native.Episodes(by_id, leaf.offset, leaf.itemsize)
+        offset = steps.native.offset(leaf.path) if len(leaves) == 1 else None
+        index = _native.Episodes(by_id, offset, leaf.itemsize)
+        if offset is not None:
             return _Indexed(ref, lanes, index, None, contextlib.nullcontext())
         # Storages without packed rows count a step before they hold it: under their mutex both agree.
-        index = _native.Episodes(by_id, None, leaf.itemsize)
         return _Indexed(ref, lanes, index, _StorageSteps(ref, leaves, lanes.store), _Settled(lanes))
 
     def _leaves(self, steps: StepSource) -> tuple[bool, list[LeafSpec]]:

@@ -27,8 +27,11 @@ from engram.pytree import (
     has_batch_size,
     has_keys,
     is_tensorclass,
+    key_path,
+    leaf_keys,
     map_outermost,
     repeat_per_step,
+    set_entry,
     set_per_item,
     unstack,
     with_entry,
@@ -302,6 +305,9 @@ class ItemTable(Table):
         absent = [slot for slot in places if not 0 <= slot < len(by_slot)]
         if absent:
             raise IndexError(f"index {absent[0]} has not been written; {len(self._lanes)} items are stored")
+        if self.kept:
+            kept = [self.kept.get(slot, frozenset()) for slot in places]
+            new = list(map(_with_kept, map(by_slot.__getitem__, places), new, kept))
         extra = None if index_key is None else (index_key, slots)
         rows = self._as_rows(new, False, 0, extra)
         if rows is not None:
@@ -851,6 +857,17 @@ def _has_only_tensors(td: TensorDict) -> bool:
         elif type(value) is not Tensor:
             return False
     return True
+
+
+def _with_kept(stored: Any, item: Any, kept: frozenset[KeyPath]) -> Any:
+    """An item that is written over another one, with the entries of that which stay as they are stored."""
+    if not (has_keys(stored) and has_keys(item)):
+        return item
+    changed = clone(stored)
+    for key in leaf_keys(item):
+        if key_path(key) not in kept:
+            set_entry(changed, key, get_entry(item, key))
+    return changed
 
 
 def _own_sequences(sequences: dict[int, int], slots: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
+from engram.store.observation_shares import ObservationShares
 from engram.store.places import (
     READ_ONLY,
     FirstWriters,
@@ -358,6 +359,8 @@ class LazyTable(Table):
         n = len(slots)
         if self.is_single(items):
             items = pytree.expand(items, n)
+        if self.kept:
+            items = _with_kept(self.made.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
         if index_key is not None and (index_key,) in self.made.layout.paths:
             _check_count(n, *_lead_shape(items, 1)[:1])
             items = pytree.with_entry(items, index_key, self._own_index.of_slots(slots))
@@ -383,15 +386,14 @@ class LazyTable(Table):
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         if self.made is None:
             return None
-        leaf = next((leaf for leaf in self.made.layout.leaves if leaf.path == path), None)
-        stored = self.made.stored
-        if leaf is None or stored is None:
-            return leaf
-        return dataclasses.replace(leaf, offset=stored.offset(leaf))
+        return next((leaf for leaf in self.made.layout.leaves if leaf.path == path), None)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         assert self.made is not None
         return self.made.column(path, slots)
+
+    def observation_shares(self) -> ObservationShares | None:
+        return self.made.observation_shares() if isinstance(self.made, RowTable) else None
 
     def view(self) -> Any:
         if self.lanes is None or self.known_lanes is None or self.made is None:
@@ -600,6 +602,18 @@ def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> Ro
     node = TreeSpec("leaf", leaf=len(leaves) - 1)
     root.keys, root.children = (*root.keys, key), (*root.children, node)
     return RowLayout(layout.root, leaves, layout.carries_sequence)
+
+
+def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
+    """Rows that are written over others, with the entries that these keep; of another form they stay as they are."""
+    root, entries = pytree.describe(stored, 1)
+    given = dict(pytree.describe(items, 1)[1])
+    if not given.keys() <= kept | dict(entries).keys():
+        return items
+    changed = {path: pytree.as_leaf(value, path) for path, value in given.items() if path not in kept}
+    leaves = [changed[path].to(value.device) if path in changed else value for path, value in entries]
+    lead = pytree.shape_of(entries[0][1])[:1]
+    return pytree.unflatten(root, leaves, lead, stored.device if pytree.has_batch_size(stored) else None)
 
 
 def _view(made: MadeTable, env_shape: tuple[int, ...], start: int, stop: int) -> Any:

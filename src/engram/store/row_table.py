@@ -34,6 +34,7 @@ class NativeRows:
     __slots__ = (
         "_appends",
         "_reads",
+        "_rows",
         "checked_columns",
         "push",
         "push_columns",
@@ -57,11 +58,16 @@ class NativeRows:
         self.push_step: Callable[[Any], bool] | None = None
         #: Rows that may be read together with those of other tables.
         self.table: RowTable | None = None
+        self._rows: RowTable | None = None
         self._reads = self._appends = True
 
     def limit(self, *, reads: bool, appends: bool) -> None:
         """Keeps native calls from what a storage does in another way."""
         self._reads, self._appends = reads, appends
+
+    def offset(self, path: pytree.KeyPath) -> int | None:
+        """Where a leaf lies in the rows (bytes); None: there are none, and `column` of the storage has its values."""
+        return None if self._rows is None else self._rows.offset(path)
 
     def bind(self, table: RowTable, push: Any) -> None:
         """Uses a table, to whose rows `push` appends."""
@@ -78,13 +84,14 @@ class NativeRows:
         self.push = push if self._appends else None
 
     def bind_source(self, table: RowTable) -> None:
-        """Uses a table of which only whole batches are read."""
+        """Uses a table of which only whole batches and single leaves are read."""
         self.unbind()
-        self.source = table.source if self._reads else None
+        if self._reads:
+            self.source, self._rows = table.source, table
 
     def unbind(self) -> None:
         """There is no table."""
-        self.source = self.push = self.push_step = self.push_columns = self.table = None
+        self.source = self.push = self.push_step = self.push_columns = self.table = self._rows = None
         self.checked_columns = self.push_part = None
 
     def pause(self) -> None:
@@ -423,6 +430,12 @@ class RowTable:
             lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
         return self.stored.views(s.memory(), offset, s.row_stride, lead, steps)
+
+    def offset(self, path: pytree.KeyPath) -> int | None:
+        """Where a leaf lies in the stored rows (bytes); None: there is none, or it lies beside or behind them."""
+        leaf = next((leaf for leaf in self.layout.leaves if leaf.path == path), None)
+        at = 0 if leaf is None else self.stored.offset(leaf)
+        return None if leaf is None or at + leaf.nbytes > self._store.payload_bytes else at
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:

@@ -6,7 +6,7 @@ import abc
 import contextlib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.indexing import Selection, stored_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
+from engram.store.observation_shares import ObservationShares
 from engram.store.row_table import NativeRows
 from engram.store.rows import Checked, Rows, expand_slots
 
@@ -30,6 +31,7 @@ NOT_SENT = (
 #: Makes a block in which all rows are replaced, by the name of the operation.
 Replacing = Callable[[str], AbstractContextManager[Any]]
 _T = TypeVar("_T")
+_STEPS_AT_ONCE = 512  # of which whole rows are read for one leaf
 
 
 class ItemReader(Protocol):
@@ -81,6 +83,8 @@ class Table(abc.ABC):
         self.horizon = 1
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
+        #: Of stored rows that are changed in part, by slot: the entries that stay, whatever `overwrite` is given there.
+        self.kept: Mapping[int, frozenset[KeyPath]] = {}
         self.mutex: Any = contextlib.nullcontext()
         self._forked_from = 0  # the process that had this table, without rows, when it forked this one
 
@@ -274,12 +278,20 @@ class Table(abc.ABC):
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """As `column` of a storage."""
-        rows = torch.as_tensor(expand_slots(slots, math.prod(self.env_shape)))
-        values = get_entry(self.read(rows).batch, path)
-        if values is None:
-            raise KeyError(f"the stored steps have no {format_key(path)}")
-        column: Tensor = values.reshape(len(slots), *self.env_shape, *values.shape[1:])
-        return column
+
+        def read(part: Tensor) -> Tensor:
+            rows = torch.as_tensor(expand_slots(part, math.prod(self.env_shape)))
+            values = get_entry(self.read(rows).batch, path)
+            if values is None:
+                raise KeyError(f"the stored steps have no {format_key(path)}")
+            column: Tensor = values.reshape(len(part), *self.env_shape, *values.shape[1:])
+            return column
+
+        return read_in_parts(read, slots)
+
+    def observation_shares(self) -> ObservationShares | None:
+        """What the rows are made of, where observations are stored once; None: rows are whole."""
+        return None
 
     def view(self) -> Any:
         """A live view of all rows; None: there is none."""
@@ -333,6 +345,12 @@ class Table(abc.ABC):
     def close(self) -> None:
         """Ends the use of a file, or gives this process's lane back."""
         self.release()
+
+
+def read_in_parts(read: Callable[[Tensor], Tensor], slots: Tensor) -> Tensor:
+    """One leaf of the steps at time slots, by a function that reads whole rows for it: few of them at a time."""
+    parts = [read(part) for part in torch.split(slots, _STEPS_AT_ONCE)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def is_one(index: Any) -> bool:

@@ -832,7 +832,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return self.forward(td) if "forward" in self._overrides else self._by_key(td)
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
-        return self.inv(td)
+        return self._inv_by_key(td) if self._inverts_by_call else self.inv(td)
 
     def _inverts(self) -> bool:
         return bool(self.in_keys_inv) or not self._overrides.isdisjoint(("inv", "_inv_call"))
@@ -849,9 +849,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             return tensordict
         if type(tensordict) is list:
             return [self.inv(item) for item in tensordict]
+        return self._inv_call(copy_containers(tensordict)) if self._inverts_by_call else self._inv_by_key(tensordict)
+
+    def _inv_by_key(self, tensordict: Any) -> Any:
         tensordict = copy_containers(tensordict)
-        if self._inverts_by_call:
-            return self._inv_call(tensordict)
         pairs = list(zip(self.out_keys_inv, self.in_keys_inv, strict=True))
         if self.missing_tolerance:
             pairs = [pair for pair in pairs if get_tensor(tensordict, pair[0]) is not None]
@@ -892,9 +893,9 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     def names_no_entry_to_invert(self) -> bool:
         """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
-        own = self._overrides
-        has_caller = not own.isdisjoint(("inv", "_inv_call", "inverse_stream"))
-        return type(self) not in BUILT_IN and "_inv_apply_transform" in own and not has_caller and not self.in_keys_inv
+        ours = next(kind for kind in type(self).__mro__ if kind in BUILT_IN)
+        has_caller = not self._overrides.isdisjoint(("inv", "_inv_call", "inverse_stream"))
+        return "_inv_apply_transform" in overrides(type(self), ours) and not has_caller and not self.in_keys_inv
 
     def _inv_once(self, batch: Any) -> Any:
         """`inv` for data that do not continue the last write, without changing the transform."""

@@ -431,3 +431,131 @@ def test_child_that_overrides_set_and_overwrite_writes_updates_by_overwrite():
     patch = TensorDict({"x": torch.tensor([5.0])}, [1])
     rb.update_if_present(index=index, generation=rb.writer.generations_of(index), patch=patch)
     assert stored(rb) == [0.0, 2.0, 15.0, 6.0]
+
+
+# ---- trajectories ----
+class Cut:
+    """Hands out rows of one trajectory as trajectories of three steps."""
+
+    def get(self, index):
+        return cut(super().get(index))
+
+
+class CutRows:
+    def read(self, *args, **kwargs):
+        rows = super().read(*args, **kwargs)
+        return rows if rows.batch is None else rows._replace(batch=cut(rows.batch))
+
+
+class CutColumn:
+    def column(self, path, slots):
+        values = super().column(path, slots)
+        return slots // 3 if path == ("t",) else values
+
+
+def cut(rows):
+    if isinstance(rows, list):
+        return [cut(row) for row in rows]
+    rows = rows.clone()
+    rows["t"] = rows["x"].long() // 3
+    return rows
+
+
+OF_CUT_ROWS = [
+    (mixin, ours) for mixin in (Cut, CutRows) for ours in (LazyTensorStorage, LazyMemmapStorage, ListStorage)
+]
+
+
+@each(("mixin", "ours"), [*OF_CUT_ROWS, (CutColumn, LazyTensorStorage), (CutColumn, LazyMemmapStorage)])
+@each("first", [torch.int64, torch.uint8, torch.float16, torch.complex64])
+def test_trajectories_are_those_that_a_child_hands_out(mixin, ours, first):
+    rb = TensorDictReplayBuffer(
+        storage=type("Child", (mixin, ours), {})(30), sampler=SliceSampler(slice_len=3, traj_key="t"), batch_size=12
+    )
+    zeros = {"first": torch.zeros(30, dtype=first), "t": torch.zeros(30, dtype=torch.int64)}
+    rb.extend(TensorDict({**zeros, "x": torch.arange(30.0)}, [30]))
+    assert rb.stats().episodes == 10
+    x = rb.sample()["x"].reshape(4, 3)
+    assert torch.equal(x[:, 0] % 3, torch.zeros(4)) and torch.equal(x[:, 2] - x[:, 0], torch.full((4,), 2.0))
+
+
+class Counting:
+    """Notes how many rows are read at once."""
+
+    most = 0
+
+    def get(self, index):
+        self.most = max(self.most, len(index))
+        return super().get(index)
+
+
+@each("ours", [LazyTensorStorage, LazyMemmapStorage, ListStorage])
+def test_trajectories_of_many_rows_are_read_in_parts(ours):
+    rb = TensorDictReplayBuffer(
+        storage=type("Child", (Counting, ours), {})(4000),
+        sampler=SliceSampler(slice_len=3, traj_key="t"),
+        batch_size=12,
+    )
+    rb.extend(steps(0, 4000).set("t", torch.arange(4000) // 5))
+    assert rb.stats().episodes == 800 and rb.storage.most < 1000
+
+
+# ---- where rows go ----
+class Setting:
+    def set(self, cursor, data):
+        return super().set(cursor, data)
+
+
+class SettingOneByOne:
+    def set(self, cursor, data):
+        for step, row in zip(cursor.tolist(), data, strict=True):
+            super().set(step, row)
+
+
+class SettingTensors(Setting, LazyTensorStorage):
+    pass
+
+
+class SettingFile(Setting, LazyMemmapStorage):
+    pass
+
+
+class SettingOneByOneTensors(SettingOneByOne, LazyTensorStorage):
+    pass
+
+
+@each("n", [1, 9, 10, 11, 25, 40, 95])
+@each("make", [
+    lambda ours, kind: kind(40, shared=True, lanes=2) if ours is LazyTensorStorage else kind(40, lanes=2),
+    lambda ours, kind: kind(40, shared=True, lanes=3) if ours is LazyTensorStorage else kind(40, lanes=3),
+    lambda ours, kind: kind(max_bytes="200KB"), lambda ours, kind: kind(40),
+])  # fmt: skip
+@each(("ours", "kind"), [(LazyTensorStorage, SettingTensors), (LazyMemmapStorage, SettingFile)])
+def test_the_first_rows_that_set_writes_are_where_the_index_says(ours, kind, make, n):
+    plain, rb = (ReplayBuffer(storage=make(ours, one), writer=RoundRobinWriter()) for one in (ours, kind))
+    for first in (0, 100):
+        index = rb.extend(steps(first, n))
+        assert torch.equal(index, plain.extend(steps(first, n)))
+        last = index[-min(n, rb.storage.lanes.capacity) :]
+        assert torch.equal(rb.storage.get(last)["x"], steps(first, n)["x"][-len(last) :])
+
+
+def test_rows_that_set_hands_on_one_by_one_are_where_the_index_says():
+    rb = ReplayBuffer(storage=SettingOneByOneTensors(40, shared=True, lanes=2), writer=RoundRobinWriter())
+    for first in (0, 30, 60):
+        index = rb.extend(steps(first, 30))
+        assert torch.equal(rb.storage.get(index)["x"], steps(first, 30)["x"])
+
+
+@each("kind", [*KINDS, SettingTensors, SettingFile])
+def test_assigning_to_a_step_that_is_not_stored_is_an_error_and_appends_nothing(kind):
+    rb = ReplayBuffer(storage=kind(8), writer=RoundRobinWriter(), batch_size=4)
+    rb.extend(steps(0, 4))
+    for index, n in ((4, None), ([3, 4], 2), (torch.tensor([4, 5]), 2), (slice(2, 6), 4)):
+        with pytest.raises((IndexError, ValueError), match=r"not been written|nothing was written"):
+            rb[index] = steps(50, 1)[0] if n is None else steps(50, n)
+    with pytest.raises(IndexError, match="has not been written"):
+        rb.storage.overwrite(torch.tensor([4]), steps(50, 1))
+    assert len(rb) == 4
+    rb.storage.set(4, steps(4, 1)[0])  # which appends
+    assert len(rb) == 5

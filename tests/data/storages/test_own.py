@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from contracts.each import each
 from engram._copies import passing_fds
 from engram.data import (
+    LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
@@ -295,3 +296,39 @@ def test_class_may_say_that_all_its_attributes_are_copied(copied):
     assert numbers(twin) == list(range(6)) and twin.storage.mutex is not rb.storage.mutex
     twin.extend(steps(6, 8))
     assert numbers(twin) == list(range(8)) and numbers(rb) == list(range(6))
+
+
+class Around(Storage):
+    """Keeps steps in a storage of ours, with its counters, and hands out episodes of two."""
+
+    def __init__(self, inner):
+        super().__init__(inner.max_size)
+        self.inner = inner
+
+    @property
+    def lanes(self):
+        return self.inner.lanes
+
+    def check(self, *args, **kwargs):
+        return self.inner.check(*args, **kwargs)
+
+    def append(self, *args, **kwargs):
+        return self.inner.append(*args, **kwargs)
+
+    def overwrite(self, *args, **kwargs):
+        self.inner.overwrite(*args, **kwargs)
+
+    def read(self, *args, **kwargs):
+        rows = self.inner.read(*args, **kwargs)
+        rows.batch["episode"] = rows.batch["n"] // 2
+        return rows
+
+
+@pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
+def test_storage_around_one_of_ours_is_sampled_by_the_trajectories_that_it_reads(make):
+    rb = buffer(Around(make(20)), sampler=SliceSampler(slice_len=2, traj_key="episode"))
+    data = steps(0, 20)
+    rb.extend(TensorDict({"first": torch.zeros(20, dtype=torch.int64), **data}, [20]))
+    assert rb.stats().episodes == 10
+    n = rb.sample()["n"].reshape(4, 2)
+    assert torch.equal(n[:, 0] % 2, torch.zeros(4).long()) and torch.equal(n[:, 1], n[:, 0] + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from engram.pytree import (
     unstack,
 )
 from engram.store.indexing import stored_generations
+from engram.store.table import Table
 
 
 class UpdateResult(NamedTuple):
@@ -111,7 +112,7 @@ def as_version(version_key: Key | None, version: Any, require_newer: bool, patch
     path = as_path(version_key, "version_key")
     if get_entry(patch, path) is not None:
         raise ValueError(f"version_key {format_key(path)} may not be in the patch: each record gets its version there")
-    values = as_tensor(version, path).reshape(-1)
+    values = as_tensor(np.asarray(version) if isinstance(version, list | tuple) else version, path).reshape(-1)
     if len(values) not in (1, n):
         raise ValueError(f"version is one number or one for each of the {n} records, got {len(values)}")
     if values.dtype.is_complex:
@@ -135,16 +136,23 @@ def write_if_present(
         KeyError: the rows have no such entry.
         ValueError, TypeError: an entry of the patch does not fit the rows. Nothing was written.
     """
-    n = len(slots)
-    change = _ItemPatch(patch, n) if storage.access.item_reader is not None else _RowPatch(storage, patch, n, index_key)
+    n, access = len(slots), storage.access
+    source: Storage | Table = storage if access.writes_as_read else access.table
+    change = _ItemPatch(patch, n) if access.item_reader is not None else _RowPatch(source, patch, n, index_key)
     present = (stored_generations(storage.lanes, slots) == generation) & (generation >= 0)
-    updated = present if version is None else present & _new_enough(storage, slots, present, version)
+    updated = present if version is None else present & _new_enough(source, slots, present, version)
     chosen = _last_of_each_slot(slots, updated)
     if len(chosen):
         # A patch of whole rows needs none that are stored, unless these keep what it does not have.
-        stored = storage.read(slots[chosen]).batch if version is not None or not change.is_whole else None
+        stored = source.read(slots[chosen]).batch if version is not None or not change.is_whole else None
         rows = change.applied(stored, chosen)
-        storage.overwrite(slots[chosen], rows if version is None else _with_versions(rows, version, chosen), index_key)
+        rows = rows if version is None else _with_versions(rows, version, chosen)
+        kept: Mapping[int, frozenset[KeyPath]] = {}
+        if access.writes_as_read and not change.is_whole:
+            also = set[KeyPath]() if version is None else {version.path}
+            kept = kept_entries(slots[chosen], stored, 1, [paths | also for paths in change.paths(chosen)])
+        with access.keeping(kept):
+            storage.overwrite(slots[chosen], rows, index_key)
     return UpdateResult(int(updated.sum()), updated, ~present, present & ~updated)
 
 
@@ -159,7 +167,7 @@ class _RowPatch:
         KeyError, ValueError, TypeError: an entry is not one of the rows, or does not fit.
     """
 
-    def __init__(self, storage: Storage, patch: Any, n: int, index_key: str | None) -> None:
+    def __init__(self, storage: Storage | Table, patch: Any, n: int, index_key: str | None) -> None:
         self._patch, self._n, self._entries = patch, n, dict[KeyPath, Tensor]()
         self.is_whole = True
         if not has_keys(patch):
@@ -174,6 +182,10 @@ class _RowPatch:
         )
         if not self.is_whole and _has_constants(root):
             raise TypeError("a value that is no tensor is the same in all steps: a patch of some entries has none")
+
+    def paths(self, positions: Tensor) -> Sequence[Set[KeyPath]]:
+        """The entries that the records at these positions change."""
+        return [self._entries.keys()] * len(positions)
 
     def applied(self, stored: Any, positions: Tensor) -> Any:
         """The rows to write for the records at these positions."""
@@ -200,6 +212,11 @@ class _ItemPatch:
             raise ValueError(f"{n} steps are indexed, the patch has {len(self._items)}; nothing was written")
         self.is_whole = not any(has_keys(item) for item in self._items)
 
+    def paths(self, positions: Tensor) -> Sequence[Set[KeyPath]]:
+        """The entries that the records at these positions change."""
+        items = [self._items[k] for k in positions.tolist()]
+        return [set(map(key_path, leaf_keys(item))) if has_keys(item) else set[KeyPath]() for item in items]
+
     def applied(self, stored: Any, positions: Tensor) -> list[Any]:
         """The items to write for the records at these positions."""
         items = [self._items[k] for k in positions.tolist()]
@@ -208,7 +225,25 @@ class _ItemPatch:
         return [_item_with(old, new) if has_keys(new) else new for old, new in zip(stored, items, strict=True)]
 
 
-def _checked_entry(storage: Storage, path: KeyPath, value: Any, n: int) -> Tensor:
+def kept_entries(
+    slots: Tensor, read: Any, batch_dims: int, changed: Sequence[Set[KeyPath]]
+) -> Mapping[int, frozenset[KeyPath]]:
+    """The entries of rows that stay as they are, by slot: those of the rows as they were read, but for what is changed.
+
+    Args:
+        read: the rows, a batch or a list of items.
+        changed: the paths of what is changed, of each row.
+    """
+    if not len(slots):
+        return {}
+    if isinstance(read, list):
+        each = [set(map(key_path, leaf_keys(item))) if has_keys(item) else set[KeyPath]() for item in read]
+        return {slot: frozenset(own - new) for slot, own, new in zip(slots.tolist(), each, changed, strict=True)}
+    paths = frozenset(path for path, _ in describe(read, batch_dims)[1])
+    return dict.fromkeys(slots.tolist(), paths - changed[0])
+
+
+def _checked_entry(storage: Storage | Table, path: KeyPath, value: Any, n: int) -> Tensor:
     leaf, tensor = storage.leaf(path), as_tensor(value, path)
     if leaf is None:
         raise KeyError(f"the stored steps have no {format_key(path)}; a patch changes entries that are there")
@@ -248,7 +283,7 @@ def _item_with(item: Any, entries: Any) -> Any:
 
 
 # ---- versions ----
-def _new_enough(storage: Storage, slots: Tensor, present: Tensor, version: Version) -> Tensor:
+def _new_enough(storage: Storage | Table, slots: Tensor, present: Tensor, version: Version) -> Tensor:
     """bool [n]: whose version is not older (newer, where that is required) than that of the step as it is by then."""
     accepted = torch.zeros(len(slots), dtype=torch.bool)
     positions = present.nonzero().flatten()

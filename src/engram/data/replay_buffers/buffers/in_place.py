@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engram.pytree import move_dim, set_existing
-from engram.store.indexing import stored_slots, to_slots
+from engram.data.replay_buffers.buffers.conditional import kept_entries
+from engram.pytree import KeyPath, key_path, move_dim, set_existing
+from engram.store.indexing import select, stored_slots, to_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -45,17 +46,23 @@ def change_entries(
     storage: Storage, time_dim: int, values: Mapping[Any, Any], index: Any, index_key: str | None
 ) -> None:
     """Sets some entries of the stored steps at an index. The caller has the storage alone."""
-    along_time = storage.ndim > 1 and not is_int(index)
+    access, along_time = storage.access, storage.ndim > 1 and not is_int(index)
     if along_time and isinstance(index, tuple) and len(index) > 1:
         index, along_time = grid_index(storage, time_dim, index), False
-    rows = storage.get(index)
+    rows = access.get_to_write(storage, index)
     if along_time:
         rows = move_dim(rows, 0, time_dim)
     for key, value in values.items():
         set_existing(rows, key, value)
     if along_time:
         rows = move_dim(rows, time_dim, 0)
-    storage.access.assign(index, rows, index_key)
+    kept: Mapping[int, frozenset[KeyPath]] = {}
+    if access.writes_as_read and storage.lanes is not None:
+        slots, shape = select(storage.lanes.store, index, storage.env_shape)
+        changed = [set(map(key_path, values))] * len(slots)
+        kept = kept_entries(slots, rows if shape else [rows], len(shape), changed)
+    with access.keeping(kept):
+        access.assign(index, rows, index_key)
 
 
 def in_index_order(storage: Storage, time_dim: int, index: Any, priority: Any) -> Any:

@@ -78,8 +78,7 @@ def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> Step
 
 def observation_shares_of(storage: Storage) -> ObservationShares | None:
     """What the rows of a storage are made of that keeps observations once; None: it keeps whole rows."""
-    table = storage.native.table
-    return None if table is None else table.observation_shares()
+    return storage.access.validated(storage.access.table.observation_shares)
 
 
 def writers_of(storage: Storage) -> tuple[WriterShare, ...]:

@@ -225,7 +225,9 @@ class Member:
             if extra is not None:
                 put_generation(batch, generation)
         if self.attaches_info:
-            put_info(batch, info, len(index[0] if isinstance(index, tuple) else index))
+            # Of slices that the library drew, batches have what is marked in them; the rest is of a child's own.
+            own = info if draw.runs is None else {key: value for key, value in info.items() if key != "slice_id"}
+            put_info(batch, own, len(index[0] if isinstance(index, tuple) else index))
         info["index"] = index
         if generation is not None:
             info["generation"] = generation

@@ -209,7 +209,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
         A sampler of your own may return integers of any dtype, as a tensor, array or list, and fewer rows or more;
         buffers refuse floats, masks, and slots that the storage does not have. What its info has for each row is in the
-        batches of TensorDict buffers, too.
+        batches of TensorDict buffers, too; the `slice_id` of a base that draws slices only where `slice_key` puts it.
 
         Raises:
             RuntimeError: the storage is empty.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from engram.data.replay_buffers.storages.overrides import (
     UsersStorage,
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
+from engram.pytree import KeyPath
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
 from engram.store.places import LaneCount
 from engram.store.rows import Checked, Rows
@@ -34,13 +35,25 @@ class Access:
         table: of the storage.
         outer: what buffers call: the table, or methods of a user's child.
         inner: what `get` and `set` call, and a writer that keeps the best: the table, or methods of a user's child.
+        own: the names that a user's class has of its own.
     """
 
-    def __init__(self, table: Table, outer: Table | OuterMethods, inner: Table | InnerMethods) -> None:
+    def __init__(
+        self,
+        table: Table,
+        outer: Table | OuterMethods,
+        inner: Table | InnerMethods,
+        own: frozenset[str] = frozenset(),
+    ) -> None:
         self.table, self._outer, self._inner = table, outer, inner
+        #: Whether a method of a user's class writes over stored rows, which takes them as this class reads them. Else
+        #: rows that are to be changed are those of the table, in whatever form such a class reads them.
+        self.writes_as_read = bool(own & {"set", "overwrite"})
         #: Where each row stores its own index, in a `set` that a child overrides.
         self.index_key: str | None = None
-        self._sets_new_rows = False
+        # The slots of rows that `set` appends for a writer, in their order; None: it is called by others.
+        self._appended: list[Tensor | int] | None = None
+        self._only_replaces = False  # whether `set` appends nothing
         # Raised before and after all rows are replaced (`empty`, `loads`), so odd meanwhile: rows that were drawn
         # under another value are not read.
         self.incarnation = 0
@@ -95,14 +108,21 @@ class Access:
     # ---- reading at an index ----
     def get(self, index: Any) -> Any:
         """As `get` of a storage."""
-        read = functools.partial(self._read_stored, index)
+        return self._get(index, self._inner)
+
+    def get_to_write(self, storage: UsersStorage, index: Any) -> Any:
+        """As `get` of the storage, in the form in which rows are written over stored ones."""
+        return storage.get(index) if self.writes_as_read else self._get(index, self.table)
+
+    def _get(self, index: Any, methods: Table | InnerMethods) -> Any:
+        read = functools.partial(self._read_stored, index, methods)
         for _ in range(100):
             rows = self.table.validated(functools.partial(self.beside_writers, read))
             if rows.overwritten is None:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
-    def _read_stored(self, index: Any) -> Rows:
+    def _read_stored(self, index: Any, methods: Table | InnerMethods) -> Rows:
         """The rows at an index; MissingRowError where one of them is not stored now."""
         table = self.table
         with table.mutex:  # no row may be replaced between the look at the counters and the copy
@@ -110,7 +130,7 @@ class Access:
             if lanes is None:
                 raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
             selection = select(lanes.store, index, table.env_shape)
-            rows = table.of_selection(self._inner.read(selection.slots, selection.shape), selection)
+            rows = table.of_selection(methods.read(selection.slots, selection.shape), selection)
         if rows.absent is not None:
             raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
         return rows
@@ -139,28 +159,59 @@ class Access:
         """As `set` of a storage."""
         with self.table.mutex, self.table.making():  # in the order of `extend`
             index_key = self.index_key if index_key is None else index_key
-            self._setter().set(cursor, data, index_key, new_rows=self._sets_new_rows)
+            if self._only_replaces:
+                self._setter().replace(cursor, data, index_key)
+                return
+            slots = self._setter().set(cursor, data, index_key, new_rows=self._appended is not None)
+            if self._appended is not None and slots is not None:
+                self._appended.append(slots)
 
     def assign(self, index: Any, items: Any, index_key: str | None) -> None:
         """Replaces stored rows for `rb[index] = items`."""
         with self.table.mutex:
             if isinstance(self._outer, OuterMethods) and self._outer.writes_by_set:
-                self._outer.set(index, items, index_key)
+                self._outer.replace(index, items, index_key)
             else:
                 self._setter().replace(index, items, index_key)
+
+    @contextlib.contextmanager
+    def keeping(self, kept: Mapping[int, frozenset[KeyPath]]) -> Iterator[None]:
+        """Inside, in this thread, rows that are written over stored ones leave these entries as they are, by slot.
+
+        What a user's class makes of an entry when it reads it, and of that when it writes it, need not be the same.
+        """
+        with self.table.mutex:
+            self.table.kept = kept
+            try:
+                yield
+            finally:
+                self.table.kept = {}
 
     def _setter(self) -> RowSetter:
         return RowSetter(self.table, self._inner, self.replacing)
 
     @contextlib.contextmanager
-    def setting_new_rows(self) -> Iterator[None]:
-        """Inside, in this thread, `set` writes new rows: also those that take the place of others."""
+    def setting_new_rows(self) -> Iterator[list[Tensor | int]]:
+        """Inside, in this thread, `set` writes new rows: also those that take the place of others.
+
+        What it appends is in the list, call by call: the slots that `append` returned.
+        """
         with self.table.mutex:
-            before, self._sets_new_rows = self._sets_new_rows, True
+            before, self._appended = self._appended, []
+            try:
+                yield self._appended
+            finally:
+                self._appended = before
+
+    @contextlib.contextmanager
+    def setting_stored_rows(self) -> Iterator[None]:
+        """Inside, in this thread, `set` only replaces rows that are stored, at any index, and appends none."""
+        with self.table.mutex:
+            before, self._only_replaces = self._only_replaces, True
             try:
                 yield
             finally:
-                self._sets_new_rows = before
+                self._only_replaces = before
 
     # ---- for the parts of a buffer ----
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:

@@ -143,7 +143,7 @@ class Storage(MadeFromParts):
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
         #: The lock of its rows.
-        self.access = Access(table, outer, inner)
+        self.access = Access(table, outer, inner, own)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
@@ -319,7 +319,7 @@ class Storage(MadeFromParts):
         return self._outer_methods.read(slots, shape, extra, sequences)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        """Dtype and shape of one leaf of a stored step, and where it lies in one; None: steps have no such leaf."""
+        """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
         return self._outer_methods.leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:

@@ -4,15 +4,16 @@ A child of `Storage` defines our five methods (`check`, `append`, `overwrite`, `
 `__len__` in TorchRL's form. A child of one of our storages may override any of these. Which ones is looked up when its
 class is made; each storage then has a table that calls them, and no other class pays for that.
 
-What a `set` hands on, and what a `get` returns, may have other keys, shapes and dtypes than the buffer's batches: rows
-are checked, and the storage made, when they reach the `set` of ours; `leaf` and `column` give the entries of what `get`
-returns.
+What a `set` hands on, and what a `get` or `read` returns, may have other keys, shapes and dtypes than the buffer's
+batches: rows are checked, and the storage made, when they reach the `set` of ours; `leaf` and `column` give the entries
+of what `read` returns.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
@@ -31,7 +32,7 @@ from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 from engram.store.rows import Checked, Rows, expand_slots
-from engram.store.table import NOT_SENT, ItemReader, Table
+from engram.store.table import NOT_SENT, ItemReader, Table, read_in_parts
 
 # Each object has its own.
 _NOT_COPIED = {
@@ -284,10 +285,10 @@ class GetSetTable(UsersTable):
         return _read_by_get(self._storage, slots, *how)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        return _leaf_by_get(self._storage, path)
+        return _leaf_as_read(self._storage, path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        return _entry_of(self._storage.get(slots), path)
+        return read_in_parts(lambda part: _entry_of(self._storage.get(part), path), slots)
 
     # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
     @property
@@ -405,7 +406,8 @@ class OuterMethods(_OfStorage):
         #: Whether rows are written by `set`, as buffers of TorchRL's do it, and read by `get`.
         self.writes_by_set = _comes_first(type(storage), "set", {"check", "append"})
         self._reads_by_get = _comes_first(type(storage), "get", {"read"})
-        self._column_is_ours = not own & {"leaf", "column"}
+        # Whether single entries are those of rows as the child reads them.
+        self._takes_apart = bool(own & {"get", "read"}) and not own & {"leaf", "column"}
 
     @property
     def _name(self) -> str:
@@ -440,24 +442,17 @@ class OuterMethods(_OfStorage):
             return self._table.append(checked, most)
         storage, given = self._storage, checked.data
         n = checked.steps if most is None else min(most, checked.steps)
-        with storage.mutex, storage.access.turn(), storage.access.setting_new_rows():
-            lanes, table = storage.lanes, self._table
-            written, following = (0, None) if lanes is None else (lanes.write_count, next_steps(table, n + 1)[n:])
-            steps = next_steps(table, n)
-            data = given.items
+        with storage.mutex, storage.access.turn(), storage.access.setting_new_rows() as appended:
+            steps, data = next_steps(self._table, n), given.items
             if not given.single:
                 data = data if isinstance(data, list) else pytree.move_dim(data, given.time_dim, 0)
                 if n < checked.steps:
                     data = data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n))
             self.set(int(steps[0]) if given.single else steps, data, given.index_key)
-            lanes = storage.lanes
-            taken = None if lanes is None or lanes.write_count < written + n * lanes.envs else next_steps(table, 1)
-            if lanes is None or taken is None or (following is not None and not torch.equal(taken, following)):
+            slots = torch.cat([torch.as_tensor(part).reshape(-1) for part in appended]) if appended else steps[:0]
+            if len(slots) != n * math.prod(storage.env_shape):
                 raise RuntimeError(f"{self._name}.set was given {n} steps: it must hand all of them to super().set")
-            if following is None:  # only now it is known where the ring ends
-                at, room = int(taken), lanes.store.lane_capacity
-                steps = at - at % room + (at + torch.arange(-n, 0)) % room
-        return torch.as_tensor(expand_slots(steps, lanes.envs))
+        return slots
 
     def set(self, index: Any, data: Any, index_key: str | None) -> None:
         """Calls `set`, which in TorchRL's form does not hand an index key on."""
@@ -469,9 +464,14 @@ class OuterMethods(_OfStorage):
         finally:
             access.index_key = before
 
+    def replace(self, index: Any, items: Any, index_key: str | None) -> None:
+        """Replaces stored rows by `set`."""
+        with self._storage.access.setting_stored_rows():
+            self.set(index, items, index_key)
+
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         if self.writes_by_set and "overwrite" not in self._own:
-            self.set(self._storage.from_slots(slots), items, index_key)
+            self.replace(self._storage.from_slots(slots), items, index_key)
         else:
             self._table.overwrite(slots, items, index_key)
 
@@ -497,15 +497,16 @@ class OuterMethods(_OfStorage):
         return _ReaderByOverride(self._storage, table.codec.copy)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        if not (self._reads_by_get and self._column_is_ours):
-            return self._table.leaf(path)
-        return _leaf_by_get(self._storage, path)
+        return _leaf_as_read(self._storage, path) if self._takes_apart else self._table.leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        storage, lanes = self._storage, self._storage.lanes
-        if not (self._reads_by_get and self._column_is_ours) or lanes is None:
+        if not self._takes_apart:
             return self._table.column(path, slots)
-        batch = storage.read(torch.as_tensor(expand_slots(slots, lanes.envs))).batch
+        return read_in_parts(functools.partial(self._column_as_read, path), slots)
+
+    def _column_as_read(self, path: KeyPath, slots: Tensor) -> Tensor:
+        storage = self._storage
+        batch = storage.read(torch.as_tensor(expand_slots(slots, math.prod(storage.env_shape)))).batch
         if batch is None:  # other processes replace some of them
             return self._table.column(path, slots)
         values = _entry_of(batch, path)
@@ -585,8 +586,8 @@ def _read_by_get(
     return Rows(batch, sequences=numbers)
 
 
-def _leaf_by_get(storage: UsersStorage, path: KeyPath) -> LeafSpec | None:
-    """What a stored row has under a key, as its `get` hands it out."""
+def _leaf_as_read(storage: UsersStorage, path: KeyPath) -> LeafSpec | None:
+    """What a stored row has under a key, as the `get` or `read` of a user's class hands it out."""
     if not len(storage) or storage.lanes is None:
         return None
     value = _entry(storage.read(stored_slots(storage.lanes.store)[:1]).batch, path)

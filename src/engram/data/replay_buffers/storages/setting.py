@@ -48,14 +48,17 @@ class RowSetter:
     def __init__(self, table: Table, methods: _Methods, replacing: Replacing) -> None:
         self._table, self._methods, self._replacing = table, methods, replacing
 
-    def set(self, cursor: Any, data: Any, index_key: str | None, *, new_rows: bool) -> None:
-        """Writes rows; with `new_rows` those that take the place of others are new ones, too."""
+    def set(self, cursor: Any, data: Any, index_key: str | None, *, new_rows: bool) -> Tensor | int | None:
+        """Writes rows; with `new_rows` those that take the place of others are new ones, too.
+
+        Returns the slots of those that are appended; None: there are none.
+        """
         index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
         plan = self._plan(index, data, new_rows)
-        if plan is None:
-            self.replace(index, data, index_key)
-        else:
-            self._run(plan, index_key)
+        if plan is not None:
+            return self._run(plan, index_key)
+        self.replace(index, data, index_key)
+        return None
 
     def _plan(self, index: Any, data: Any, new_rows: bool) -> SetPlan | None:
         """Which steps are replaced and which appended; None: the index is one of stored rows."""
@@ -81,7 +84,7 @@ class RowSetter:
             )
         return SetPlan(steps, stored, rows, as_new)
 
-    def _run(self, plan: SetPlan, index_key: str | None) -> None:
+    def _run(self, plan: SetPlan, index_key: str | None) -> Tensor | int | None:
         steps, stored, rows, as_new = plan
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
@@ -92,8 +95,7 @@ class RowSetter:
         if replaces:
             replaced = pytree.select_rows(rows, stored) if appends else rows
             (self._replace_by_new if as_new else self.replace)(steps[stored], replaced, index_key)
-        if appends:
-            self._methods.append(checked)
+        return self._methods.append(checked) if appends else None
 
     def replace(self, index: Any, items: Any, index_key: str | None = None) -> None:
         """Replaces stored rows in place: they are the same steps with other values."""

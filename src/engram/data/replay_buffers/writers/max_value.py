@@ -240,16 +240,17 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         )
 
     def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
-        """The same of stored rows."""
-        if storage.leaf(self._path) is None:
+        """The same of stored rows, in the form in which others are written over them."""
+        rows = storage if storage.access.writes_as_read else storage.access.table
+        if rows.leaf(self._path) is None:
             raise KeyError(f"the rank {pytree.format_key(self._path)} is not in the stored rows")
         try:
-            return self._numbers(storage.column(self._path, slots))
+            return self._numbers(rows.column(self._path, slots))
         except RuntimeError:  # items of a list storage may have different shapes
             if len(slots) == 1:
                 raise
             one_by_one = [slots[i : i + 1] for i in range(len(slots))]
-            ranks = [_native.ranks(self._numbers(storage.column(self._path, s)), self.reduction) for s in one_by_one]
+            ranks = [_native.ranks(self._numbers(rows.column(self._path, s)), self.reduction) for s in one_by_one]
             return torch.tensor(ranks, dtype=torch.float64)
 
     def _numbers(self, leaf: Any) -> Tensor:
