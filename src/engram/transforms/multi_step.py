@@ -237,6 +237,7 @@ class _Border:
         differs, goes_on = torch.zeros_like(ended), ended.clone()
         if not pairs or bool(ended.all()):
             return differs
+        # After a cut, and in states of earlier versions: the steps beside the border say it.
         unknown = [pair for pair in pairs if rows.paths[pair[1]] not in self.agreed]
         if unknown and not self._learn(rows, unknown, max(0, at - 2), at, now):
             self._learn(rows, unknown, at, rows.steps, now)
