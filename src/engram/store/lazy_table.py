@@ -35,7 +35,6 @@ from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
-from engram.store.observation_shares import ObservationShares
 from engram.store.places import (
     READ_ONLY,
     FirstWriters,
@@ -391,9 +390,6 @@ class LazyTable(Table):
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         assert self.made is not None
         return self.made.column(path, slots)
-
-    def observation_shares(self) -> ObservationShares | None:
-        return self.made.observation_shares() if isinstance(self.made, RowTable) else None
 
     def view(self) -> Any:
         if self.lanes is None or self.known_lanes is None or self.made is None:

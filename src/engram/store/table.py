@@ -20,9 +20,8 @@ from engram.pytree import KeyPath, format_key, get_entry
 from engram.store.indexing import Selection, stored_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.observation_shares import ObservationShares
 from engram.store.row_table import NativeRows
-from engram.store.rows import Checked, Rows, expand_slots
+from engram.store.rows import Checked, MadeTable, Rows, expand_slots
 
 NOT_SENT = (
     "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
@@ -58,6 +57,8 @@ class Table(abc.ABC):
 
     #: Keys, shapes and dtypes of a row; None: it is not known, or they differ.
     layout: RowLayout | None = None
+    #: The rows, where all have one layout and there are any; None: they are kept otherwise.
+    made: MadeTable | None = None
     #: Batch dimensions between time and the entries.
     env_shape: tuple[int, ...] = ()
     #: Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps.
@@ -288,10 +289,6 @@ class Table(abc.ABC):
             return column
 
         return read_in_parts(read, slots)
-
-    def observation_shares(self) -> ObservationShares | None:
-        """What the rows are made of, where observations are stored once; None: rows are whole."""
-        return None
 
     def view(self) -> Any:
         """A live view of all rows; None: there is none."""
