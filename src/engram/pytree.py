@@ -864,7 +864,7 @@ class TreeSpec:
         if depth > _MAX_DEPTH:
             raise ValueError(f"a layout has a form of at most {_MAX_DEPTH} levels")
         saved: dict[str, Any] = {"children": (), "keys": (), "leaf": -1, "batch": (), "dim": None, **state}
-        below, keys, leaf, batch, dim = (saved[name] for name in ("children", "keys", "leaf", "batch", "dim"))
+        below, keys, leaf, batch, dim = [saved[name] for name in ("children", "keys", "leaf", "batch", "dim")]
         key_types = {str, int} if kind == "dict" else {str}
         if not {type(below), type(keys), type(batch)} <= {list, tuple} or not {*map(type, keys)} <= key_types:
             raise ValueError(f"a {kind} of a layout has the keys {keys!r:.80} and the sizes {batch!r:.80}")

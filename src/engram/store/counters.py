@@ -30,7 +30,8 @@ class Counters:
     def __init__(self, counters: dict[str, Any]) -> None:
         forms.check(_COUNTERS, counters, "counters")
         self.envs: int = counters["envs"]
-        self._lanes = [_checked(lane, counters["lane_capacity"]) for lane in counters["lanes"]]
+        self._capacity: int | None = counters["lane_capacity"]
+        self._lanes = [_checked(lane) for lane in counters["lanes"]]
 
     def check_envs(self, layout: dict[str, Any]) -> None:
         """ValueError where the layout names another number of environments than the counters."""
@@ -50,19 +51,18 @@ class Counters:
 
     def first(self, lane: int) -> int:
         """The oldest sequence that exists in the lane; `stop` when there is none."""
-        return self._lanes[lane][0]
+        base, published = self._lanes[lane]
+        return base if self._capacity is None else max(base, published - self._capacity)
 
     def stop(self, lane: int) -> int:
         return self._lanes[lane][1]
 
 
-def _checked(lane: dict[str, Any], capacity: int | None) -> tuple[int, int]:
+def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     """`base` and `published` of a lane; ValueError where its counters contradict each other."""
     base, published = lane["base"], lane["published"]
     if base > published:
         raise ValueError(f"a lane's base, {base}, is beyond what it has published, {published}")
-    if capacity is not None and published - base > capacity:
-        raise ValueError(f"a lane of {capacity} rows has the {published - base} from {base} to {published}")
     seams = list(lane["seams"])
     if seams != sorted(seams) or seams[-1:] > [published]:
         raise ValueError(f"the seams of a lane do not rise up to {published}: {seams}")

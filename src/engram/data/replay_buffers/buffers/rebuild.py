@@ -264,8 +264,8 @@ class _Parts:
             missing.append(f"the sampler, {error}; batches are drawn uniformly")
             self.left_out.append("sampler")
             return None
-        for name in _MUTABLE if isinstance(sampler, PrioritizedSampler) and kind in _SAMPLERS else ():
-            if name in state:
+        for name in _MUTABLE:
+            if kind in _SAMPLERS and name in state and isinstance(sampler, PrioritizedSampler):
                 setattr(sampler, name, state[name])
         return sampler
 

@@ -130,9 +130,11 @@ class _Sink(StoredRows):
             n, room = size.fit(saved, env_shape, table.place, len(lanes))
         else:
             n, room = known.store.lanes, known.store.lane_capacity
-        rows = [lane["published"] - lane["base"] for lane in lanes]
+        rows, kept = [lane["published"] - lane["base"] for lane in lanes], counters["lane_capacity"]
         if len(lanes) > n:
             differences.append(f"{n} lanes here, {len(lanes)} there")
+        if kept is not None and max(rows, default=0) > kept:
+            differences.append(f"{max(rows)} steps in a lane there, which has room for {kept}")
         if len(lanes) > 1 and sum(rows) > n * room:
             differences.append(f"room for {n * room * envs} steps here, {sum(rows) * envs} saved there")
         elif any(r > room for r in rows):
