@@ -4,12 +4,13 @@ import builtins
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 from typer.testing import CliRunner
 
 from cli.support import store
-from engram.cli import info, verify
+from engram.cli import info, main, verify
 from engram.cli.main import command, run
 
 
@@ -22,6 +23,13 @@ def test_info_shows_rows_and_keys(tmp_path):
     shown = call("info", tmp_path / "store")
     assert shown.exit_code == 0 and len(rb) == 300
     assert "300 of 1,000 (30%)" in shown.output and "next.reward" in shown.output and "a process" in shown.output
+
+
+def test_warnings_are_one_line_on_standard_error(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(main, "command", lambda: lambda: warnings.warn("a row\nis \x1b[2J"))
+    run()
+    assert capsys.readouterr().err == "engram: warning: a row\\nis \\x1b[2J\n"
 
 
 def test_json_has_everything_that_the_function_returns(tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import islice
@@ -38,6 +39,7 @@ def run() -> None:
     except ImportError as error:
         terminal.print_error(str(error))
         raise SystemExit(FAILED) from None
+    warnings.showwarning = lambda message, *where, **more: terminal.print_error(f"warning: {message}")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # letters that the terminal does not have
     app()
@@ -224,6 +226,7 @@ def command() -> typer.Typer:
         to: str = typer.Option(None, "--to", help=f"{', '.join(FORMS)}; or by the suffix."),
         drop: list[str] = keys_to_drop,
         capacity: int = typer.Option(None, "--capacity", help="Of a store or checkpoint: how many steps fit."),
+        rows: int = typer.Option(None, "--rows", help="Of memory-mapped TensorDicts: how many steps were written."),
         snapshot: str = of_snapshot,
         overwrite: bool = typer.Option(False, "--overwrite", help="Replace the target, if engram wrote all of it."),
         json: bool = as_json,
@@ -231,8 +234,8 @@ def command() -> typer.Typer:
         """Writes the same steps in another form; what that cannot hold is named, and nothing is written."""
         with _errors_shown():
             result = cli.convert(
-                source, target, to=to, drop=drop, capacity=capacity, snapshot=snapshot, overwrite=overwrite,
-                progress=not json,
+                source, target, to=to, drop=drop, capacity=capacity, rows=rows, snapshot=snapshot,
+                overwrite=overwrite, progress=not json,
             )  # fmt: skip
         _show(result.to_json() if json else None, lambda: tables.show_conversion(result))
 
