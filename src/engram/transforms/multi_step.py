@@ -186,7 +186,8 @@ class _Rows(NamedTuple):
         return unflatten(self.form, list(self.leaves), (*self.lead, self.steps), self.device)
 
 
-_STATE = forms.record({}, {"agreed": forms.list_of(forms.fields(forms.list_of(forms.text_or_integer), forms.boolean))})
+_AGREED = forms.fields(forms.list_of(forms.text_or_integer), forms.nullable(forms.boolean))
+_STATE = forms.record({}, {"agreed": forms.list_of(_AGREED)})
 #: Where steps are held back.
 _HELD = forms.record(
     {"form": forms.plain, "leaves": forms.list_of(forms.tensor()), "lead": forms.list_of(forms.integer())},
