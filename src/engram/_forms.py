@@ -88,6 +88,12 @@ def key(value: Any) -> None:
         raise WrongFormError(value, "a key, or a tuple of keys")
 
 
+def path(value: Any) -> None:
+    """The steps of a key of a TensorDict."""
+    if not isinstance(value, list | tuple) or set(map(type, value)) != {str}:
+        raise WrongFormError(value, "a list of keys")
+
+
 def plain(value: Any, depth: int = 0) -> None:
     """None, a bool, a number, a string, and lists, tuples and dicts of these."""
     if type(value) in _PLAIN:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 import engram
 from contracts.children import Child
@@ -29,6 +30,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.buffers import rebuild
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, StorageError
+from engram.transforms import Transform
 from golden.observed import leaves, unlike
 
 MOST = 2 << 30  # of address space, which each thread takes a part of, on top of what the process has
@@ -293,8 +295,21 @@ def test_a_method_of_an_environment_is_not_named_by_a_checkpoint(tmp_path: Path)
         assert len(engram.load(tmp_path).transform) == 0
 
 
+class Counting(Transform):
+    """Changes an attribute with each write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+
+    def inv(self, batch: TensorDict) -> TensorDict:
+        self.writes += 1
+        return batch
+
+
 def test_no_state_takes_the_place_of_a_method_of_a_transform(tmp_path: Path) -> None:
-    rb = buffer("FrameSkipTransform")
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Counting())
+    rb.extend(TensorDict(obs=torch.zeros(3), batch_size=[3]))
     whole = rb.state_dict()
     (entry,) = whole["transform"]["transforms"]
     (attribute,) = entry["state"]["attributes"]
@@ -322,3 +337,18 @@ def test_items_that_a_storage_does_not_take_do_not_fit(kind: str, tmp_path: Path
     with pytest.raises(CheckpointMisfitError, match="the saved items do not fit this storage"):
         other.loads(tmp_path)
     assert len(other) == 0
+
+
+@pytest.mark.parametrize("kind", ["LazyTensorStorage", "ListStorage"])
+def test_a_lane_with_more_rows_than_it_has_room_for_does_not_fit(kind: str, tmp_path: Path) -> None:
+    rb = ReplayBuffer(storage=rebuild._STORAGES[kind](9))
+    rb.extend(torch.arange(5) if kind == "LazyTensorStorage" else list("abcde"))
+    rb.dumps(tmp_path)
+    Forger(tmp_path).edit(lambda d: d["body"]["storage"]["state"]["counters"].update(lane_capacity=3))
+    with pytest.raises(CheckpointError, match=r"5 .*3"):
+        rb.loads(tmp_path)
+    state = rb.storage.state_dict()
+    state["counters"]["lane_capacity"] = 3
+    with pytest.raises(CheckpointError, match=r"5 .*3"):
+        rb.storage.load_state_dict(state)
+    assert len(rb) == 5

@@ -30,7 +30,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.checkpointers import rows
 from engram.data.replay_buffers.state.checkpointers.rows import ObservationCodec
-from engram.errors import CheckpointError, CorruptCheckpointError
+from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 from engram.store.layout import ObservationKeys, RowLayout
 from engram.testing.compact import StackedEpisodes
 
@@ -404,3 +404,16 @@ def test_an_engram_that_does_not_know_it_refuses_it_by_name(tmp_path: Path, monk
         buffer(90).loads(tmp_path)
     monkeypatch.undo()
     assert verify(tmp_path).ok
+
+
+@each(
+    "compact, cannot", [(Compact("obs"), "have no 'obs'"), (Compact("pixels", frames=3), "which 3 must divide")]
+)  # fmt: skip
+def test_a_storage_whose_compact_names_what_the_saved_rows_lack_does_not_fit(
+    tmp_path: Path, compact: Compact, cannot: str
+) -> None:
+    filled().dumps(tmp_path)
+    rb = ReplayBuffer(storage=LazyTensorStorage(90, compact=compact))
+    with pytest.raises(CheckpointMisfitError, match=cannot):
+        rb.loads(tmp_path)
+    assert len(rb) == 0

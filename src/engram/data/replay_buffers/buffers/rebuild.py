@@ -84,8 +84,8 @@ _MUTABLE = ("alpha", "beta", "eps")  # settings of samplers that users change af
 _SIZE = forms.nullable(forms.integer(1, 1 << 56))
 _COMPACT = forms.record(
     {
-        "keys": forms.nullable(forms.list_of(forms.key)),
-        "frames": forms.list_of(forms.fields(forms.nullable(forms.key), forms.integer(1))),
+        "keys": forms.nullable(forms.list_of(forms.path)),
+        "frames": forms.list_of(forms.fields(forms.nullable(forms.path), forms.integer(1))),
         "n_steps": forms.nullable(forms.integer(1)),
     }
 )

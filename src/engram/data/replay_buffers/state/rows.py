@@ -122,6 +122,11 @@ class _Sink(StoredRows):
                 )
             if env_shape != table.env_shape:
                 differences.append(f"environments are {list(table.env_shape)} here, {list(env_shape)} there")
+        else:
+            try:
+                self._observations_in(layout, saved)
+            except ValueError as error:
+                differences.append(str(error))
         envs = math.prod(env_shape)
         if counters["envs"] != envs:
             differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
@@ -191,11 +196,14 @@ class RowLoad(_Sink):
             return
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
         made = copy.copy(layout_of(layout, None))
-        saved = layout.observations if isinstance(layout, LayoutState) else None
-        found = None if table.compact is None or saved is None else table.compact.find(made, KnownSteps(saved))
-        table.make(made, env_shape_of(layout), len(counters["lanes"]), found)
+        table.make(made, env_shape_of(layout), len(counters["lanes"]), self._observations_in(layout, made))
         if table.place.awaits_others():
             self.check_restore(layout, counters)  # another process may have made it
+
+    def _observations_in(self, layout: dict[str, Any], made: RowLayout) -> ObservationKeys | None:
+        """What a table of this layout stores once of them; a ValueError where they lack what `compact=` names."""
+        saved = layout.observations if isinstance(layout, LayoutState) else None
+        return None if self._rows.compact is None or saved is None else self._rows.compact.find(made, KnownSteps(saved))
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         """Takes rows [envs, n, row bytes] with sequences from `start` on."""
