@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import NonTensorData
 
 from contracts.checkpointer import RowRings
 from contracts.corruption import ANYTHING, REFUSED, SAME, Budget, Saved
@@ -187,6 +188,9 @@ class TorchRL(Saved):
 
 
 def unpacked(name: str, path: Path) -> Path:
+    if name == "memory maps":
+        steps([7, 3]).set("about", NonTensorData({"of": "one run"}, batch_size=[10])).memmap(path / name)
+        return path / name
     with zipfile.ZipFile(ARCHIVE) as archive:
         archive.extractall(path, [n for n in archive.namelist() if n.startswith(f"{name}/")])
     return path / name
@@ -284,5 +288,7 @@ BUFFERS = [
     "rows-lanes", "rows-compact", "flat", "nested", "h5", "h5-groups", "list", "ensemble", "prioritized",
     "transforms-n-steps",
 ]  # fmt: skip
-TORCHRL = ["tensor-partial", "flat-wrapped-1", "nested-wrapped-2", "epoch-begun", "pytree", "h5-wrapped-1"]
+TORCHRL = [
+    "tensor-partial", "flat-wrapped-1", "nested-wrapped-2", "epoch-begun", "pytree", "h5-wrapped-1", "memory maps",
+]  # fmt: skip
 DATASETS = ["parquet", "hdf5", "minari"]

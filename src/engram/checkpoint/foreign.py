@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from engram._providers import PROVIDERS
+from engram._system import open_regular
 from engram.checkpoint.snapshot import open_snapshot
 from engram.errors import CorruptCheckpointError
+
+_MOST_JSON = 1 << 20
 
 
 class SavedState(Protocol):
@@ -70,3 +73,17 @@ def open_saved(
             return
     with open_snapshot(path, snapshot) as saved:
         yield saved
+
+
+def has_memory_maps(path: str | os.PathLike[str]) -> bool:
+    """Whether a folder has files in which tensordict keeps a memory-mapped TensorDict; False where there is none."""
+    try:
+        names = os.listdir(path)
+        if any(name.endswith(".memmap") for name in names):
+            return True
+        if "meta.json" not in names:
+            return False
+        with open(open_regular(os.path.join(path, "meta.json")), "rb") as file:
+            return b'"_type"' in file.read(_MOST_JSON)
+    except OSError:
+        return False

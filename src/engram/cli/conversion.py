@@ -79,6 +79,7 @@ def convert(
     to: str | None = None,
     drop: Sequence[str] = (),
     capacity: int | None = None,
+    rows: int | None = None,
     snapshot: str | None = None,
     overwrite: bool = False,
     progress: bool = False,
@@ -96,12 +97,15 @@ def convert(
         drop: keys to leave out, as `info` shows them (a key of several entries stands for all of them); "ends":
             that trajectories have not ended, or end where no flag and no id says so.
         capacity: of a store or a checkpoint, the steps that it has room for; None: those that are written.
+        rows: of a source that has only room for steps, and does not say how many were written (a `scratch_dir` of
+            TorchRL's LazyMemmapStorage): how many, the first of them; None: all.
         snapshot: of a checkpoint, another than the current one.
         overwrite: replace what is at the target, if engram wrote it, all of it is of the same kind, and unused.
         progress: show how far it is, if standard error is a terminal.
 
     Raises:
-        ValueError: the target cannot hold something (all of it is listed), there are no steps, or `to` is missing.
+        ValueError: the target cannot hold something (all of it is listed), there are no steps, `to` is missing, or
+            `rows` is given for a source that says it, or is none that it has room for.
         KeyError: `drop` names something that is not there.
         FileExistsError: there is something at the target; with `overwrite`, the message names what is not replaced.
         EngramError: the source is damaged.
@@ -119,7 +123,7 @@ def convert(
     kind, place = _kind_to_write(target, to), Path(target)
     with ExitStack() as stack:
         snapshot = stack.enter_context(one_snapshot(source, snapshot))
-        data = stack.enter_context(_opened(source, snapshot, progress))
+        data = stack.enter_context(_opened(source, snapshot, rows, progress))
         dropped, ends_dropped = _dropped(data, drop)
         problems = _unheld(data, kind, dropped, ends_dropped)
         if problems:
@@ -127,11 +131,11 @@ def convert(
                 f"a {kind} cannot hold all of {visible(source)}: {'; '.join(problems)}. Nothing was written; "
                 "drop=[...] (--drop KEY) leaves out what you name"
             )
-        rows = _written(kind, _Request(data, place, dropped, capacity, overwrite, progress))
+        written = _written(kind, _Request(data, place, dropped, capacity, overwrite, progress))
         notes = _notes(source, data, kind, snapshot)
     files = [file for file in place.rglob("*") if file.is_file()] if place.is_dir() else [place]
     return Conversion(
-        str(source), str(target), kind, rows, sum(file.stat().st_size for file in files),
+        str(source), str(target), kind, written, sum(file.stat().st_size for file in files),
         (*map(shown_key, dropped), *([ENDS] if ends_dropped else [])), notes,
     )  # fmt: skip
 
@@ -168,9 +172,11 @@ class _Data(NamedTuple):
 
 
 @contextmanager
-def _opened(source: str | os.PathLike[str], snapshot: str | None, progress: bool) -> Iterator[_Data]:
+def _opened(source: str | os.PathLike[str], snapshot: str | None, rows: int | None, progress: bool) -> Iterator[_Data]:
     """Opens the source. Dataset files are streamed: their keys follow from their format. Others may hold any keys."""
     kind = kind_of(source)
+    if rows is not None and kind != "TorchRL directory":
+        raise ValueError(f"{visible(source)} is a {kind}, which says how many steps it has: rows={rows} has no meaning")
     form = DATASETS.get(kind)
     if form is not None and form.is_streamed:
         batches = form.batches
@@ -181,7 +187,7 @@ def _opened(source: str | os.PathLike[str], snapshot: str | None, progress: bool
             total = sum(len(batch) for batch in batches(source))
         yield _Data(lambda: batches(source), None, first[:1], total)
         return
-    with open_rows(source, snapshot, progress=progress) as storage:
+    with open_rows(source, snapshot, rows=rows, progress=progress) as storage:
         if not len(storage):
             raise ValueError(f"{visible(source)} holds no steps: there is nothing to write")
         if storage.layout is None:

@@ -42,6 +42,10 @@ _ONCE = "each observation is stored once (compact=)"
 _TRIES = 500  # while all rows are being replaced: a few seconds
 
 NOT_COUNTED = "episodes were not counted: episodes=True (--episodes) reads the flags of all rows"
+UNCOUNTED = (
+    "nothing there says how many of these steps were written, these are all that have room: convert(rows=n) (--rows N) "
+    "takes the first n"
+)
 
 
 class KeyInfo(NamedTuple):
@@ -389,7 +393,7 @@ def _of_torchrl(path: str | os.PathLike[str]) -> Info:
     from engram.cli.sources import torchrl_steps
     from engram.interop.torchrl.files import layout_of
 
-    with torchrl_steps(path) as (steps, _):
+    with torchrl_steps(path) as (steps, _, _):
         layout, envs = layout_of(steps), math.prod(steps.inner)
         return Info(
             path=str(path),
@@ -400,6 +404,7 @@ def _of_torchrl(path: str | os.PathLike[str]) -> Info:
             file_bytes=_bytes_below(Path(path)),
             envs=envs,
             keys=_keys(layout.to_json()),
+            notes=() if steps.is_counted else (UNCOUNTED,),
         )
 
 

@@ -30,8 +30,8 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
     if kind is None:
         raise ValueError(
             f"{visible(path)} is none of: a store (a folder with {StoreFile.NAME}), a checkpoint (a folder with "
-            "CURRENT), a directory that TorchRL's dumps wrote, a Minari or LeRobot dataset, a flat HDF5 file, a "
-            "Parquet file"
+            "CURRENT), a directory that TorchRL's dumps wrote, a folder of memory-mapped TensorDicts, a Minari or "
+            "LeRobot dataset, a flat HDF5 file, a Parquet file"
         )
     return kind
 

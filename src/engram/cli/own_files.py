@@ -76,7 +76,7 @@ def _checkpoint_refusal(path: Path) -> str | None:
 def _torchrl_refusal(path: Path) -> str | None:
     if not _is_converted(path / BUFFER):
         return f"{BUFFER} does not say that engram wrote it"
-    with torchrl_steps(path) as (steps, _):  # refuses all but hidden files that the JSON files do not name
+    with torchrl_steps(path) as (steps, _, _):  # refuses all but hidden files that the JSON files do not name
         del steps
     own = {"storage", "sampler", "writer", "writer/metadata.json", BUFFER}
     other = _other_than(path, own | {name for name, _ in _entries(path) if name.startswith("storage/")})

@@ -15,7 +15,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage
 from engram.datasets import FORMATS
 from engram.errors import CheckpointMisfitError, DatasetError
 from engram.interop.torchrl.files import SavedSteps, layout_of
-from engram.interop.torchrl.load import open_torchrl
+from engram.interop.torchrl.load import TorchrlDirectory, open_torchrl
 from engram.kernel.replay import saved_storage
 from engram.kernel.tools import free_memory
 
@@ -24,19 +24,24 @@ DATASETS = {one.kind: one for one in FORMATS}
 
 
 @contextmanager
-def torchrl_steps(path: str | os.PathLike[str]) -> Iterator[tuple[SavedSteps, int]]:
-    """The steps in a directory of TorchRL's, and their `ndim`, which it does not record: the first that fits."""
-    with open_torchrl(path) as directory:
+def torchrl_steps(
+    path: str | os.PathLike[str], rows: int | None = None
+) -> Iterator[tuple[SavedSteps, int, TorchrlDirectory]]:
+    """The steps in a directory of TorchRL's, their `ndim`, which it does not record (the first that fits), and itself.
+
+    `rows` is how many there are, where nothing in the directory says it; None: all that it has room for.
+    """
+    with open_torchrl(path, rows=rows) as directory:
         try:
             steps, ndim = directory.saved_steps(1), 1
         except CheckpointMisfitError:
             steps, ndim = directory.saved_steps(2), 2
-        yield steps, ndim
+        yield steps, ndim, directory
 
 
 @contextmanager
 def open_rows(
-    path: str | os.PathLike[str], snapshot: str | None = None, *, progress: bool = False
+    path: str | os.PathLike[str], snapshot: str | None = None, *, rows: int | None = None, progress: bool = False
 ) -> Iterator[Storage]:
     """A storage with the rows at a path: a store in place, as an observer; of anything else a copy.
 
@@ -44,7 +49,8 @@ def open_rows(
     overwritten meanwhile. A copy is in memory, or in a temporary file (in TMPDIR) where it would take more than half of
     what is free.
 
-    `progress` shows that something is being read, if standard error is a terminal.
+    `rows` is as in `torchrl_steps`, and of no meaning elsewhere; `progress` shows that something is being read, if
+    standard error is a terminal.
 
     Raises:
         StorageError, CheckpointError, DatasetError: it cannot be read.
@@ -55,24 +61,27 @@ def open_rows(
         storage.freeze()
     else:
         with progress_bar(f"reading {path}", None, progress) as advance, one_snapshot(path, snapshot) as snapshot:
-            storage = _copy(path, kind, snapshot, advance)
+            storage = _copy(path, kind, snapshot, rows, advance)
     try:
         yield storage
     finally:
         storage.close()
 
 
-def _copy(path: str | os.PathLike[str], kind: Kind, snapshot: str | None, advance: Callable[[int], None]) -> Storage:
+def _copy(
+    path: str | os.PathLike[str], kind: Kind, snapshot: str | None, rows: int | None, advance: Callable[[int], None]
+) -> Storage:
     if kind == "checkpoint":
         storage = saved_storage(path, snapshot, _is_large)
         storage.loads(path, snapshot=snapshot)
         return storage
     if kind == "TorchRL directory":
-        with torchrl_steps(path) as (steps, ndim):
+        with torchrl_steps(path, rows) as (steps, ndim, directory):
             envs = math.prod(steps.inner)
             nbytes = steps.length * envs * layout_of(steps).payload_bytes
-            storage = new_storage(steps.capacity * envs, nbytes, ndim)
-        storage.loads(path)
+            storage = new_storage((steps.capacity if steps.is_counted else steps.length) * envs, nbytes, ndim)
+            with storage.access.exclusive("reading"):
+                storage.saved_form.plan_load(directory).run()
         return storage
     return _copy_of_dataset(path, kind, advance)
 

@@ -85,7 +85,7 @@ def verify(path: str | os.PathLike[str], *, progress: bool = False) -> Verificat
         return _verify_checkpoint(path, progress)
     if kind == "TorchRL directory":
         raise ValueError(
-            f"{visible(path)} was written by TorchRL, which keeps no checksums: there is nothing to compare"
+            f"{visible(path)} was written by TorchRL or tensordict, which keep no checksums: nothing to compare"
         )
     return _verify_dataset(path, kind, progress)
 

@@ -2,7 +2,7 @@
 
 from engram._generator import draw_slots_by_numpy
 from engram._native import RowPool, copy_updates, divide_updates
-from engram.checkpoint.foreign import Receiver
+from engram.checkpoint.foreign import Receiver, has_memory_maps
 from engram.store.episodes import EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
@@ -25,5 +25,6 @@ __all__ = [
     "copy_updates",
     "divide_updates",
     "draw_slots_by_numpy",
+    "has_memory_maps",
     "outcome_path",
 ]

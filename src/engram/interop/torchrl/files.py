@@ -29,7 +29,8 @@ from engram.kernel.tools import check_memory, open_regular
 from engram.pytree import KeyPath, TreeSpec, format_key
 
 META, METADATA = "meta.json", "storage_metadata.json"
-_SUFFIX, _SHAPES = ".memmap", ".shape.memmap"
+SUFFIX = ".memmap"  # of a tensor's file
+_SHAPES = ".shape.memmap"
 _SINGLE = "_-single-tensor-_"
 _TENSORDICT = "<class 'tensordict._td.TensorDict'>"
 _CONSTANT = "<class 'tensordict.tensorclass.NonTensorData'>"
@@ -210,7 +211,7 @@ class TensorFile:
 
     @property
     def shapes_file(self) -> str:
-        return self.file.removesuffix(_SUFFIX) + _SHAPES
+        return self.file.removesuffix(SUFFIX) + _SHAPES
 
 
 @dataclasses.dataclass
@@ -277,7 +278,7 @@ def _by_key(folder: Folder) -> dict[str, str]:
     """The file or directory of each key."""
     names: dict[str, str] = {}
     for name in folder.names():
-        key = unquote(name.removesuffix(_SUFFIX))
+        key = unquote(name.removesuffix(SUFFIX))
         if name.endswith(_SHAPES) or (name == META and not folder.is_folder(name)):
             continue
         if key in names:
@@ -290,7 +291,7 @@ def _entry(
     folder: Folder, path: KeyPath, entry: dict[str, Any], files: dict[str, str], tree: TensorDictFiles
 ) -> set[str]:
     """Adds one entry of `meta.json` to the tree; returns the names of its files."""
-    name = files.get(path[-1], f"{path[-1]}{_SUFFIX}")
+    name = files.get(path[-1], f"{path[-1]}{SUFFIX}")
     if "type" not in entry:
         dtype, shape = folder.dtype(META, entry.get("dtype")), folder.shape(META, entry.get("shape"))
         nested = entry.get("is_nested")
@@ -339,6 +340,7 @@ class SavedSteps(ABC):
     kind: str = "td"  # of the root and its dicts; else "dict"
     capacity: int  # time steps
     length: int
+    is_counted: bool = True  # whether it is known how many steps were written, and not only how many have room
     inner: tuple[int, ...]  # the environments
     cursor: int | None  # the slot of the next step; None: the writer's files say it
 
@@ -454,7 +456,7 @@ class ColumnSteps(SavedSteps):
                 )
             self.leaves.append(SavedKey(tensor.path, tensor.dtype, tensor.shape[ndim:]))
             self._columns.append(tensor.folder.items(tensor.file, tensor.dtype, tensor.shape, 1))
-        self.batches = {path: _inner_batch(folder, path, batch, lead) for path, batch in tree.batches.items()}
+        self.batches = {path: self._inner_batch(folder, path, lead, tree) for path in tree.batches}
         self.constants = {**tree.constants, **{p: self._constant(folder, p, v) for p, v in tree.stacks.items()}}
 
     def begin(self, first: int) -> None:
@@ -468,6 +470,22 @@ class ColumnSteps(SavedSteps):
             read = np.concatenate([read, column.read(0, n - len(read))])
         values: Bytes = read.reshape(n, envs, column.nbytes // envs).transpose(1, 0, 2)
         return values
+
+    def _inner_batch(
+        self, folder: Folder, path: KeyPath, lead: tuple[int, ...], tree: TensorDictFiles
+    ) -> tuple[int, ...]:
+        """The batch dimensions of a (sub-)dict after those of the steps, which all that is in it has."""
+        batch, above = tree.batches[path], tree.batches.get(path[:-1], lead) if path else lead
+        if batch[: len(above)] != above:
+            raise folder.corrupt(
+                META, f"{format_key(path)} has the batch size {list(batch)}, what it is in {list(above)}"
+            )
+        inner = batch[len(lead) :]
+        for leaf in self.leaves:
+            if leaf.path[: len(path)] == path and leaf.shape[: len(inner)] != inner:
+                shape = [*lead, *leaf.shape]
+                raise folder.corrupt(META, f"{format_key(leaf.path)} has the shape {shape} in a batch of {list(batch)}")
+        return inner
 
     def _constant(self, folder: Folder, path: KeyPath, values: list[Any]) -> Any:
         stored = values[: self.length] if self.length else values[:1]
@@ -497,7 +515,7 @@ def pytree_steps(folder: Folder, ndim: int, metadata: Any, length: Any) -> Colum
             raise folder.corrupt(METADATA, f"{'.'.join(path)!r} stands for two files")
     unknown = [path for name, path in joined.items() if name not in metadata]
     if unknown:
-        raise folder.corrupt(METADATA, f"it does not say what {'/'.join(unknown[0])}{_SUFFIX} is")
+        raise folder.corrupt(METADATA, f"it does not say what {'/'.join(unknown[0])}{SUFFIX} is")
     tensors = []
     for name, entry in metadata.items():
         if not isinstance(entry, dict):
@@ -505,7 +523,7 @@ def pytree_steps(folder: Folder, ndim: int, metadata: Any, length: Any) -> Colum
         path = joined.get(name, tuple(name.split(".")))
         here = places.get(path, folder)
         dtype, shape = folder.dtype(METADATA, entry.get("dtype")), folder.shape(METADATA, entry.get("shape"))
-        tensors.append(TensorFile(path, here, f"{path[-1]}{_SUFFIX}", dtype, shape, False))
+        tensors.append(TensorFile(path, here, f"{path[-1]}{SUFFIX}", dtype, shape, False))
     return ColumnSteps(folder, ndim, _numbered(tensors), TensorDictFiles(), "dict", length)
 
 
@@ -517,8 +535,8 @@ def _files(folder: Folder, path: KeyPath) -> list[tuple[KeyPath, Folder]]:
     for name in folder.names():
         if folder.is_folder(name):
             files += _files(folder.folder(name), (*path, name))
-        elif name.endswith(_SUFFIX):
-            files.append(((*path, name.removesuffix(_SUFFIX)), folder))
+        elif name.endswith(SUFFIX):
+            files.append(((*path, name.removesuffix(SUFFIX)), folder))
         elif path or name != METADATA:
             folder.only({METADATA} if not path else set())
     return files
@@ -539,9 +557,3 @@ def _numbered(tensors: list[TensorFile]) -> list[TensorFile]:
         path = tuple(int(part) if t.path[:depth] in tuples else part for depth, part in enumerate(t.path))
         renamed.append(TensorFile(path, t.folder, t.file, t.dtype, t.shape, False))
     return renamed
-
-
-def _inner_batch(folder: Folder, path: KeyPath, batch: tuple[int, ...], lead: tuple[int, ...]) -> tuple[int, ...]:
-    if batch[: len(lead)] != lead:
-        raise folder.corrupt(META, f"{format_key(path)} has the batch size {list(batch)}, the steps {list(lead)}")
-    return batch[len(lead) :]

@@ -21,6 +21,7 @@ from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpo
 from engram.interop.torchrl.files import (
     META,
     METADATA,
+    SUFFIX,
     Bytes,
     Folder,
     SavedKey,
@@ -33,9 +34,9 @@ from engram.interop.torchrl.files import (
     tensordict_steps,
 )
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
-from engram.kernel.disk import Checkpoint
-from engram.kernel.rows import Receiver
-from engram.kernel.tools import visible
+from engram.kernel.disk import Checkpoint, StoreFile
+from engram.kernel.rows import Receiver, has_memory_maps
+from engram.kernel.tools import visible, warn_user
 from engram.pytree import KeyPath
 
 if TYPE_CHECKING:
@@ -61,7 +62,11 @@ _GENERATOR, _LARGEST_STATE = "rng_state", 1 << 16
 
 
 def is_torchrl(path: str | os.PathLike[str]) -> bool:
-    """Whether TorchRL's `dumps` of a buffer or a storage wrote this directory; False where engram's did."""
+    """Whether TorchRL's `dumps` of a buffer or a storage wrote this directory, or it has memory-mapped TensorDicts.
+
+    Such are the `scratch_dir` of its LazyMemmapStorage, and what `TensorDict.memmap` writes. False where engram's
+    `dumps` wrote it.
+    """
     here = os.fspath(path)
     if not os.path.isdir(here) or Checkpoint(here).has_pointer():
         return False
@@ -70,27 +75,34 @@ def is_torchrl(path: str | os.PathLike[str]) -> bool:
         os.path.lexists(os.path.join(here, _BUFFER))
         or any(os.path.lexists(os.path.join(place, METADATA)) for place in (here, storage))
         or any(name.endswith(".h5") for name in os.listdir(here))
+        or has_memory_maps(here)
     )
 
 
 @contextmanager
-def open_torchrl(path: str | os.PathLike[str], receiver: Receiver | None = None) -> Iterator[TorchrlDirectory]:
+def open_torchrl(
+    path: str | os.PathLike[str], receiver: Receiver | None = None, rows: int | None = None
+) -> Iterator[TorchrlDirectory]:
     """The directory, for the buffer that loads it; a file is opened when it is needed.
+
+    Args:
+        rows: how many steps were written, of all environments, where the files do not say it; None: all that they have
+            room for.
 
     Raises:
         CheckpointError: it holds what engram does not read; the message names the file.
         CorruptCheckpointError: it cannot be what was saved; the message names the file.
     """
     with ExitStack() as stack:
-        yield TorchrlDirectory(Folder(os.path.abspath(os.fspath(path)), stack), stack, receiver)
+        yield TorchrlDirectory(Folder(os.path.abspath(os.fspath(path)), stack), stack, receiver, rows)
 
 
 class TorchrlDirectory:
     """A saved buffer, or its storage alone; `loads` uses it as it uses a `Snapshot`."""
 
-    def __init__(self, folder: Folder, stack: ExitStack, receiver: Receiver | None) -> None:
-        self._folder, self._stack, self._receiver = folder, stack, receiver
-        self._alone = not folder.has(_STORAGE)
+    def __init__(self, folder: Folder, stack: ExitStack, receiver: Receiver | None, rows: int | None) -> None:
+        self._folder, self._stack, self._receiver, self._rows = folder, stack, receiver, rows
+        self._alone = folder.has(META) or not folder.has(_STORAGE)
         self._storage = folder if self._alone else folder.folder(_STORAGE)
         self._steps: SavedSteps | None = None
 
@@ -160,6 +172,12 @@ class TorchrlDirectory:
             )
         if self._steps is None:
             self._steps = self._read(sink.ndim, _paths(sink.layout_state()))
+            if not self._steps.is_counted:
+                place, room = visible(self._storage.path), self._steps.length * math.prod(self._steps.inner)
+                warn_user(
+                    f"{place} has room for {room} steps and does not say how many were written: all are "
+                    f"read, also what never was. `engram convert {place} NEW --to store --rows N` takes the first N"
+                )
             self._steps.begin(self._position(self._steps).base % self._steps.capacity)
         return self._steps
 
@@ -167,6 +185,10 @@ class TorchrlDirectory:
         folder = self._storage
         _refuse_other_storages(folder)
         files = [name for name in folder.names() if name.endswith(".h5")]
+        if self._alone and not files and not folder.has(METADATA):
+            return self._mapped_steps(ndim)
+        if self._rows is not None:
+            raise ValueError(f"{visible(folder.path)} says how many steps it has: rows={self._rows} has no meaning")
         if files:
             if not self._alone:
                 folder.only(files[:1])
@@ -179,6 +201,24 @@ class TorchrlDirectory:
         if (SHAPE,) not in tree.constants:
             return tensordict_steps(folder, ndim, tree, metadata.get("len"))
         return flat_steps(folder, tree, metadata.get("len"), ndim, buffer_keys)
+
+    def _mapped_steps(self, ndim: int) -> SavedSteps:
+        """The steps of memory maps that nobody has counted."""
+        folder = self._storage
+        if not folder.has(META):
+            raise CheckpointError(
+                f"{folder.path} holds memory maps (*{SUFFIX}) without a {META}, as TorchRL writes them of data that "
+                "are no TensorDict: nothing says their dtypes and shapes. Where you know them, open each with "
+                "tensordict.MemoryMappedTensor.from_filename, and extend a buffer by them"
+            )
+        tree = read_tensordict(folder, (StoreFile.NAME,))
+        room = math.prod(tree.batches[()][:ndim])
+        rows = room if self._rows is None else self._rows
+        if rows is not room and (not isinstance(rows, int) or not 0 < rows <= room):
+            raise ValueError(f"{visible(folder.path)} has room for {room} steps, not for rows={rows}")
+        steps = tensordict_steps(folder, ndim, tree, rows)
+        steps.is_counted = self._rows is not None
+        return steps
 
     @functools.cached_property
     def _writer(self) -> dict[str, Any] | None:

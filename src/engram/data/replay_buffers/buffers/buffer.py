@@ -1083,8 +1083,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         """Takes over a saved state: the batches that follow are those that would have followed there.
 
         The buffer may be larger than the saved one, and its storage of another kind: in memory here, a file there. A
-        smaller one takes it as long as the saved rows fit. Directories that TorchRL's `dumps` wrote are read too
-        (docs/other-formats.md says what of them).
+        smaller one takes it as long as the saved rows fit. Directories that TorchRL's `dumps` wrote, and
+        memory-mapped TensorDicts, are read too (docs/other-formats.md says what of them).
 
         Other threads see the state of before or the new one, whole. After an error the buffer is as it was: rows,
         priorities, cursor, epochs, transforms; also where a load hook, or a part of a user's own, raised it. (Rows are

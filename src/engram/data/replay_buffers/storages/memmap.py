@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from engram._advice import advised
+from engram._text import visible, warn_user
+from engram.checkpoint.foreign import has_memory_maps
 from engram.data.replay_buffers.state.rows import SavedObservedRows
 from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableStorage, TensorStorage, table_bytes
 from engram.errors import StorageError
@@ -243,6 +245,18 @@ def _opened(file: NamedFile, size: TableSize, existsok: bool, compact: Compact |
                 f"compact={compact!r} was asked for; LazyMemmapStorage.open takes it as it is"
             )
         return opened
+    has_maps = has_memory_maps(file.folder)
+    place, room = visible(file.folder), "" if size.given_size is None else f" --capacity {size.given_size}"
+    reads = (
+        f"To go on with its first N steps, `engram convert {place} NEW --to store --rows N{room}`, and "
+        f"scratch_dir='NEW'; rb.loads({place!r}) takes over as many as have room, written or not"
+    )
     if existsok and not size.is_given:
-        raise StorageError(f"there is no store in {file.folder} (no file {FILE_NAME}), and no max_size to make one")
+        missing = f"there is no store in {file.folder} (no file {FILE_NAME}), and no max_size to make one"
+        raise StorageError(f"{missing}, but memory-mapped TensorDicts. {reads}" if has_maps else missing)
+    if has_maps:
+        warn_user(
+            f"{place} holds memory-mapped TensorDicts, as TorchRL's LazyMemmapStorage writes them, and no store of "
+            f"engram's: an empty one begins there. {reads}"
+        )
     return None
