@@ -105,6 +105,11 @@ class _Sink(StoredRows):
         if differences:
             raise CheckpointMisfitError("the checkpoint does not fit this storage", differences)
 
+    def _observations_in(self, layout: dict[str, Any], made: RowLayout) -> ObservationKeys | None:
+        """What a table of this layout stores once of them; a ValueError where they lack what `compact=` names."""
+        saved = layout.observations if isinstance(layout, LayoutState) else None
+        return None if self._rows.compact is None or saved is None else self._rows.compact.find(made, KnownSteps(saved))
+
     def _differences(self, layout: dict[str, Any], counters: dict[str, Any]) -> list[str]:
         differences, lanes, table = [], counters["lanes"], self._rows
         own = None if table.made is None else table.made.layout
@@ -199,11 +204,6 @@ class RowLoad(_Sink):
         table.make(made, env_shape_of(layout), len(counters["lanes"]), self._observations_in(layout, made))
         if table.place.awaits_others():
             self.check_restore(layout, counters)  # another process may have made it
-
-    def _observations_in(self, layout: dict[str, Any], made: RowLayout) -> ObservationKeys | None:
-        """What a table of this layout stores once of them; a ValueError where they lack what `compact=` names."""
-        saved = layout.observations if isinstance(layout, LayoutState) else None
-        return None if self._rows.compact is None or saved is None else self._rows.compact.find(made, KnownSteps(saved))
 
     def write_block(self, lane: int, start: int, rows: Rows) -> None:
         """Takes rows [envs, n, row bytes] with sequences from `start` on."""
