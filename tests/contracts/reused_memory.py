@@ -175,7 +175,10 @@ class ReusingPolicy(nn.Module):
         return self.kept
 
     def on_tensordicts(self, td: Any) -> Any:
-        """The same for TensorDicts; it also writes into flags, and into a state that it hands on from step to step."""
+        """The same for TensorDicts; it also writes into flags, and into states that it hands on from step to step.
+
+        It changes `acts`, of its own, in place.
+        """
         key = "observation" if "observation" in td.keys() else "a"
         count = td[key][..., :1].clone()
         action, value = self(td[key])
@@ -185,6 +188,10 @@ class ReusingPolicy(nn.Module):
         before = td.get("memory", torch.zeros_like(count)).clone()
         self.memory.copy_(torch.where(begins, torch.ones_like(count), before + 1))
         td["done"].fill_(True)
+        if "acts" in td.keys():
+            td["acts"].add_(1)
+        else:
+            td["acts"] = torch.ones_like(count)
         return td.update({"action": action, "value": value, "memory": before, "next": {"memory": self.memory}})
 
 
@@ -208,6 +215,7 @@ def wrong_rows(batch: Any) -> list[str]:
         expected = {
             "value": (before + 0.5, None),
             "memory": (before % 1000, after % 1000),
+            "acts": (before % 1000 + 1, None),
             "count": (before, after),
             "mark": (before, after),
         }

@@ -19,9 +19,16 @@ from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
-from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
+from engram.envs.policies import (
+    FLAGS,
+    RecordedActions,
+    as_policy,
+    observation_keys,
+    on_device_of,
+    written_actions,
+)
 from engram.envs.torchrl import as_torchrl_env
-from engram.pytree import Key, as_keys, key_path
+from engram.pytree import Key, KeyPath, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
@@ -207,38 +214,45 @@ class StepRecord:
     """One step as a batch stores it, while a policy acts and an environment steps.
 
     Policies and environments may write into the tensors that they get, and, at the next step, into those that they gave
-    (a network's output buffer, a simulator's state). So the policy gets copies of the state, `shown`; what it writes is
-    copied before the environment runs; and what was handed out is stored as it was.
+    (a network's output buffer, a simulator's state). So the policy gets copies of the state, `shown`. What the
+    environment gave (`given`, see `given_entries`) is stored as it was then; all else is the policy's, such as a count
+    that it adds to in place, and is copied after its call, before the environment runs.
 
     >>> from tensordict import TensorDict
-    >>> record = StepRecord(TensorDict({"obs": torch.zeros(1)}))
+    >>> record = StepRecord(TensorDict({"obs": torch.zeros(1), "count": torch.zeros(1)}), frozenset([("obs",)]))
     >>> acted = record.shown.set("action", torch.zeros(1))
-    >>> record.add_outputs(acted)
     >>> acted["obs"] += 1
+    >>> acted["count"] += 1
+    >>> record.add_outputs(acted)
     >>> acted["action"] += 1
     >>> stored = record.of(acted.set("next", TensorDict({"obs": acted["obs"].clone()})), is_own=True)
-    >>> stored["obs"], stored["action"], stored["next", "obs"]
-    (tensor([0.]), tensor([0.]), tensor([1.]))
+    >>> stored["obs"], stored["count"], stored["action"], stored["next", "obs"]
+    (tensor([0.]), tensor([1.]), tensor([0.]), tensor([1.]))
     """
 
-    def __init__(self, state: TensorDictBase) -> None:
-        self._stored: dict[int, tuple[Any, Any]] = {}  # by id: an entry that others hold, and the one to store
+    def __init__(self, state: TensorDictBase, given: frozenset[KeyPath]) -> None:
+        self._given = given
+        # By id: an entry that others hold, and the one to store.
+        self._handed: dict[int, tuple[Any, Any]] = {}
+        self._outputs: dict[int, tuple[Any, Any]] = {}
         self.shown = _with_entries(state, self._handed_out)
 
-    def _handed_out(self, entry: Any) -> Any:
+    def _handed_out(self, path: KeyPath, entry: Any) -> Any:
         copy = entry.clone()
-        self._stored[id(copy)] = copy, entry
+        self._handed[id(copy)] = copy, entry
         return copy
 
     def add_outputs(self, acted: TensorDictBase) -> None:
-        """Copies the entries that a policy has set in `shown`, or returned beside those."""
-        for entry in _entries(acted):
-            self._copied(entry)
+        """Copies what the policy wrote: entries that it has set in `shown`, changed there, or returned beside those."""
+        for path, entry in _entries(acted):
+            if path not in self._given or id(entry) not in self._handed:
+                self._copied(path, entry)
 
-    def _copied(self, entry: Any) -> Any:
-        found = self._stored.get(id(entry))
+    def _copied(self, path: KeyPath, entry: Any) -> Any:
+        found = self._handed.get(id(entry)) if path in self._given else None
+        found = found or self._outputs.get(id(entry))
         if found is None:
-            found = self._stored[id(entry)] = entry, entry.clone()
+            found = self._outputs[id(entry)] = entry, entry.clone()
         return found[1]
 
     def of(self, stepped: TensorDictBase, *, is_own: bool) -> TensorDictBase:
@@ -246,34 +260,54 @@ class StepRecord:
         stored = _with_entries(stepped, self._copied, without="next")
         return stored.set("next", _with_entries(stepped.get("next"), self._known if is_own else self._copied))
 
-    def _known(self, entry: Any) -> Any:
-        found = self._stored.get(id(entry))
+    def _known(self, path: KeyPath, entry: Any) -> Any:
+        found = self._outputs.get(id(entry)) or self._handed.get(id(entry))
         return entry if found is None else found[1]
 
 
-def _with_entries(td: TensorDictBase, function: Callable[[Any], Any], *, without: str | None = None) -> TensorDictBase:
-    """A TensorDict with `function` of each entry, those of nested TensorDicts included, but for one at the root."""
-    if type(td) is not TensorDict:  # a lazy stack, a tensorclass
-        return (td if without is None else td.exclude(without)).apply(function)
+def given_entries(env: Any) -> frozenset[KeyPath]:
+    """The paths of the entries of the state that an environment of any library gives, by its specs."""
+    keys = [*observation_keys(env), *FLAGS, *getattr(env, "done_keys", ()), *getattr(env, "state_keys", ())]
+    return frozenset([(IDLE,), *map(key_path, keys)])
+
+
+def _with_entries(
+    td: TensorDictBase, function: Callable[[KeyPath, Any], Any], *, without: str | None = None, above: KeyPath = ()
+) -> TensorDictBase:
+    """A TensorDict with `function` of each entry and its path, those of nested TensorDicts included.
+
+    `without` is an entry at the root that is left out.
+    """
+    if isinstance(td, LazyStackedTensorDict):
+        members = td.tensordicts if without is None else [member.exclude(without) for member in td.tensordicts]
+        parts = [_with_entries(member, function, above=above) for member in members]
+        return LazyStackedTensorDict(*parts, stack_dim=td.stack_dim)
+    if type(td) is not TensorDict:  # a tensorclass
+        return (td if without is None else td.exclude(without)).apply(functools.partial(function, above))
     entries = {
-        key: _with_entries(entry, function) if isinstance(entry, TensorDictBase) else function(entry)
+        key: _with_entries(entry, function, above=(*above, key))
+        if isinstance(entry, TensorDictBase)
+        else function((*above, key), entry)
         for key, entry in td.items()
         if key != without
     }
     return tensordict_of(entries, td.batch_size, device=td.device)
 
 
-def _entries(td: TensorDictBase) -> Iterator[Any]:
-    """All entries that are no TensorDicts."""
-    members = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
-    for entry in members:
+def _entries(td: TensorDictBase, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """All entries that are no TensorDicts, with their paths; the number of a stack's member is not part of them."""
+    if isinstance(td, LazyStackedTensorDict):
+        for member in td.tensordicts:
+            yield from _entries(member, above)
+        return
+    for key, entry in td.items():
         if isinstance(entry, TensorDictBase):
-            yield from _entries(entry)
+            yield from _entries(entry, (*above, key))
         else:
-            yield entry
+            yield (*above, key), entry
 
 
-def _clone(entry: Any) -> Any:
+def _clone(path: KeyPath, entry: Any) -> Any:
     return entry.clone()
 
 
@@ -977,10 +1011,10 @@ class EnvBase(nn.Module, HasSpaces):
         state = {} if set_state is None else {"set_state": set_state}
         td = tensordict if begins_here else self.reset(tensordict, **state)
         assert td is not None
-        frames, following = FrameQueue(td.batch_size), step_mdp_of(self)
+        frames, following, given = FrameQueue(td.batch_size), step_mdp_of(self), given_entries(self)
         have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
-            record = StepRecord(td)
+            record = StepRecord(td, given)
             acted = act(record.shown)
             record.add_outputs(acted)
             stepped = record.of(self.step(acted), is_own=returns_own_tensors(self))
