@@ -94,7 +94,7 @@ def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
 
     All other entries become zero there, so that a policy's hidden state does not carry over to the next trajectory.
     """
-    fresh = own_reset(env, td.clone().set("_reset", mask))  # a clone: the reset may write into it
+    fresh = own_reset(env, td.clone().set("_reset", mask.clone()))  # clones: the reset may write into them
     return zero_where(mask, td).update(fresh.exclude("_reset"))
 
 
@@ -314,10 +314,10 @@ def _clone(path: KeyPath, entry: Any) -> Any:
 def returns_own_tensors(env: Any) -> bool:
     """Whether `env` does not write into the tensors that its steps and resets have returned.
 
-    False for environments of other libraries, and where a subclass of a user's has another `step` or `reset`: they may
-    return the tensors in which they keep their state.
+    False for environments of other libraries, and where a subclass of a user's, or the object, has another `step` or
+    `reset`: they may return the tensors in which they keep their state.
     """
-    return isinstance(env, EnvBase) and _are_of_engram(type(env), ("step", "reset"))
+    return isinstance(env, EnvBase) and has_methods_of_engram(env, "step", "reset")
 
 
 def own_reset(env: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -330,6 +330,21 @@ def own_next(env: Any, td: TensorDictBase) -> TensorDictBase:
     """The entries under `"next"` after a step, in tensors that `env` does not write into later."""
     following: TensorDictBase = env.step(td).get("next")
     return following if returns_own_tensors(env) else following.clone()
+
+
+def has_methods_of_engram(env: EnvBase, *methods: str) -> bool:
+    """Whether these methods are those of a class of the library: not a subclass's of a user's, nor the object's own."""
+    return vars(env).keys().isdisjoint(methods) and _are_of_engram(type(env), methods)
+
+
+def steps_as(env: EnvBase, kind: type) -> bool:
+    """Whether `env` is stepped and reset by the methods of a class: no subclass, and no object, has others."""
+    own = type(env)
+    has_others = any(getattr(own, name) is not getattr(kind, name) for name in _OF_STEPS)
+    return not has_others and vars(env).keys().isdisjoint(_OF_STEPS)
+
+
+_OF_STEPS = ("_step", "_reset", "step", "reset")
 
 
 @functools.lru_cache(maxsize=256)
@@ -761,8 +776,13 @@ class EnvBase(nn.Module, HasSpaces):
             self.start()
             td = None if td is None else td.exclude("_reset")
         mask = None if td is None else td.get("_reset", None)
-        fresh = self._with_flags(self._reset_from(td, mask, kwargs))
-        return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
+        if td is None or mask is None:
+            return self._with_flags(self._reset_from(td, mask, kwargs))
+        given = td
+        if not has_methods_of_engram(self, "_reset"):  # a subclass may write into what it gets
+            given = td.clone() if self._reads_state() else td.copy().set("_reset", mask.clone())
+        fresh = self._with_flags(self._reset_from(given, given.get("_reset"), kwargs))
+        return fresh if bool(mask.all()) else merge_where(mask, fresh, td)
 
     def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
         """The part of the caller's TensorDict that a reset gets."""
@@ -785,7 +805,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     def _own_result(self, td: TensorDictBase) -> TensorDictBase:
         """What `_step` or `_reset` returned, in tensors that a subclass does not write into later."""
-        return td if _are_of_engram(type(self), ("_step", "_reset")) else td.clone()
+        return td if has_methods_of_engram(self, "_step", "_reset") else td.clone()
 
     def _reads_state(self) -> bool:
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
