@@ -8,6 +8,7 @@ import gymnasium as gym
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from contracts.reused_memory import (
@@ -233,3 +234,12 @@ def test_state_of_a_policy_that_is_called_between_two_batches_goes_on(env, frame
 def test_lives_in_an_array_are_those_of_each_step():
     env = TransformedEnv(single(), EndOfLifeTransform(eol_attribute="unwrapped.count", lives_key="count"))
     assert wrong_rows(collected(SyncDataCollector(env, frames_per_batch=12, total_frames=12))) == []
+
+
+def test_given_actions_stay_as_they_are():
+    action, whole = torch.full((1,), 0.5), TensorDict({"action": torch.full((1,), 0.5)})
+    for given in (action, whole, action.numpy()):
+        batch = ReusingTensors().rollout(2, actions=[given] * 2)  # which writes into its actions
+        assert batch["action"].tolist() == [[0.5], [0.5]]
+    assert action == 0.5
+    assert whole["action"] == 0.5
