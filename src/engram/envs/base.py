@@ -230,7 +230,7 @@ class StepRecord:
     (tensor([0.]), tensor([1.]), tensor([0.]), tensor([1.]))
     """
 
-    def __init__(self, state: TensorDictBase, given: frozenset[KeyPath]) -> None:
+    def __init__(self, state: TensorDictBase, given: frozenset[KeyPath] | None) -> None:
         self._given = given
         # By id: an entry that others hold, and the one to store.
         self._handed: dict[int, tuple[Any, Any]] = {}
@@ -242,14 +242,17 @@ class StepRecord:
         self._handed[id(copy)] = copy, entry
         return copy
 
+    def _is_given(self, path: KeyPath) -> bool:
+        return self._given is None or path in self._given
+
     def add_outputs(self, acted: TensorDictBase) -> None:
         """Copies what the policy wrote: entries that it has set in `shown`, changed there, or returned beside those."""
         for path, entry in _entries(acted):
-            if path not in self._given or id(entry) not in self._handed:
+            if not self._is_given(path) or id(entry) not in self._handed:
                 self._copied(path, entry)
 
     def _copied(self, path: KeyPath, entry: Any) -> Any:
-        found = self._handed.get(id(entry)) if path in self._given else None
+        found = self._handed.get(id(entry)) if self._is_given(path) else None
         found = found or self._outputs.get(id(entry))
         if found is None:
             found = self._outputs[id(entry)] = entry, entry.clone()
@@ -265,8 +268,13 @@ class StepRecord:
         return entry if found is None else found[1]
 
 
-def given_entries(env: Any) -> frozenset[KeyPath]:
-    """The paths of the entries of the state that an environment of any library gives, by its specs."""
+def given_entries(env: Any) -> frozenset[KeyPath] | None:
+    """The paths of the entries of the state that an environment of any library gives, by its specs.
+
+    None: it has no specs of observations; all of the state then counts as given.
+    """
+    if getattr(env, "observation_spec", None) is None:
+        return None
     keys = [*observation_keys(env), *FLAGS, *getattr(env, "done_keys", ()), *getattr(env, "state_keys", ())]
     return frozenset([(IDLE,), *map(key_path, keys)])
 
