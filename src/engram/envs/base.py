@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
 from engram._native import take_frames
+from engram._checks import attribute
+from engram._overrides import overrides
 from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
@@ -273,9 +275,10 @@ def given_entries(env: Any) -> frozenset[KeyPath] | None:
 
     None: it has no specs of observations; all of the state then counts as given.
     """
-    if getattr(env, "observation_spec", None) is None:
+    if attribute(env, "observation_spec") is None:
         return None
-    keys = [*observation_keys(env), *FLAGS, *getattr(env, "done_keys", ()), *getattr(env, "state_keys", ())]
+    others = [*(attribute(env, "done_keys") or ()), *(attribute(env, "state_keys") or ())]
+    keys = [*observation_keys(env), *FLAGS, *others]
     return frozenset([(IDLE,), *map(key_path, keys)])
 
 
@@ -347,12 +350,15 @@ def has_methods_of_engram(env: EnvBase, *methods: str) -> bool:
 
 def steps_as(env: EnvBase, kind: type) -> bool:
     """Whether `env` is stepped and reset by the methods of a class: no subclass, and no object, has others."""
-    own = type(env)
-    has_others = any(getattr(own, name) is not getattr(kind, name) for name in _OF_STEPS)
-    return not has_others and vars(env).keys().isdisjoint(_OF_STEPS)
+    return _changed_methods(type(env), kind).isdisjoint(_OF_STEPS) and vars(env).keys().isdisjoint(_OF_STEPS)
 
 
 _OF_STEPS = ("_step", "_reset", "step", "reset")
+
+
+@functools.lru_cache(maxsize=256)
+def _changed_methods(own: type, kind: type) -> frozenset[str]:
+    return overrides(own, kind)
 
 
 @functools.lru_cache(maxsize=256)
