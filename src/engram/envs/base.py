@@ -14,8 +14,8 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
-from engram._native import take_frames
 from engram._checks import attribute
+from engram._native import take_frames
 from engram._overrides import overrides
 from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
