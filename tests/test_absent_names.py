@@ -1,6 +1,7 @@
 """Names that TorchRL's modules have and engram's do not: importing one says where it is, or what to use instead."""
 
 import importlib
+import re
 
 import pytest
 
@@ -30,8 +31,24 @@ def test_every_name_with_advice_is_an_import_error_that_gives_it(module):
     for place in (module, *BELOW[module]):
         for name, advice in NAMES[module].items():
             with pytest.raises(ImportError) as raised:
-                getattr(importlib.import_module(place), name)
+                exec(f"from {place} import {name}", {})
             assert str(raised.value) == f"{place} has no {name}: {advice}"
+
+
+@each("module", NAMES)
+def test_a_look_for_a_name_with_advice_finds_nothing(module):
+    for place in (module, *BELOW[module]):
+        found = importlib.import_module(place)
+        for name, advice in NAMES[module].items():
+            assert not hasattr(found, name) and getattr(found, name, None) is None
+            with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}: {advice}")):
+                getattr(found, name)
+
+
+@each("statement", ["import engram.data as data\ndata.query", "from engram.data import *\nquery"])
+def test_a_program_that_reads_a_missing_name_does_not_import_it(statement):
+    with pytest.raises((AttributeError, NameError)):
+        exec(statement, {})
 
 
 def test_a_name_that_stays_torchrls_is_imported_from_there():

@@ -4,7 +4,7 @@ Some are of other libraries: what they call it to store each observation once.
 
 `@advised` puts them into a class: an argument that would change nothing here is accepted, any other is a TypeError with
 advice, and reading a member is an AttributeError with advice (`hasattr` is False). With `advise_on_names` importing a
-name from a module is an ImportError with advice.
+name from a module is an ImportError with advice, and reading it is an AttributeError (`hasattr` is False).
 
 Example:
     >>> from engram.data import ReplayBuffer
@@ -21,9 +21,10 @@ Example:
 from __future__ import annotations
 
 import functools
+import opcode
 import sys
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from tensordict import TensorDict
 _Class = TypeVar("_Class", bound=type)
 _ONE_PROCESS = "give one object to all environments of a process; those of workers learn by themselves"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
 _WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -418,18 +420,31 @@ def absent_member(owner: type, name: str) -> AttributeError:
     return found.error(owner) if isinstance(found, _Absent) else AttributeError(_has_no(owner, name))
 
 
-def absent_name(module: str, name: str) -> ImportError | AttributeError:
-    """The error of a module's `__getattr__` for a name that it does not have: an ImportError where there is advice.
+def absent_name(module: str, name: str, reader: FrameType) -> ImportError | AttributeError:
+    """The error of a module's `__getattr__` for a name that it does not have, with advice where there is some.
+
+    Args:
+        reader: the frame that called the `__getattr__`. Where it runs `from module import name`, an AttributeError
+            would become Python's own ImportError, without advice; anywhere else `hasattr` must be False.
 
     Example:
-        >>> print(absent_name("engram.data.replay_buffers", "HindsightStrategy"))
-        engram.data.replay_buffers has no HindsightStrategy: a later release has it; until then relabel goals in what
-        you extend with
+        >>> print(absent_name("engram.data.replay_buffers", "HindsightStrategy", sys._getframe()))
+        module 'engram.data.replay_buffers' has no attribute 'HindsightStrategy': a later release has it; until then
+        relabel goals in what you extend with
     """
+    advice = None
     for root, names in NAMES.items():
         if name in names and f"{module}.".startswith(f"{root}."):
-            return ImportError(f"{module} has no {name}: {names[name]}", name=module)
-    return AttributeError(f"module {module!r} has no attribute {name!r}")
+            advice = names[name]
+    if advice is not None and _imports(reader):
+        return ImportError(f"{module} has no {name}: {advice}", name=module)
+    absent = f"module {module!r} has no attribute {name!r}"
+    return AttributeError(absent if advice is None else f"{absent}: {advice}", name=name, obj=sys.modules.get(module))
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether a frame runs `from module import name` now."""
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
 
 
 def advise_on_names(module: str, known_as: str | None = None) -> None:
@@ -439,7 +454,7 @@ def advise_on_names(module: str, known_as: str | None = None) -> None:
     """
 
     def absent(name: str) -> Any:
-        raise absent_name(module if known_as is None else known_as, name)
+        raise absent_name(module if known_as is None else known_as, name, sys._getframe(1))
 
     sys.modules[module].__getattr__ = absent  # type: ignore[method-assign]
 

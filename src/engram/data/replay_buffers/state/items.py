@@ -172,6 +172,10 @@ class SavedItems(SavedStorage):
     def check(self, state: Any) -> None:
         check_state(state, self._table.max_size)
 
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        items, sequences = self._table.items(), self._table.sequences()
+        self._table.restore(items[oldest:] + items[:oldest], counters, sequences[oldest:] + sequences[:oldest])
+
     def fill(self, state: dict[str, Any]) -> None:
         items = [pytree.clone(item) for item in state["items"]]
         self.sink().restore_items(items, state["counters"], state["sequences"])
@@ -240,6 +244,11 @@ class SavedSteps(SavedStorage):
 
     def check(self, state: Any) -> None:
         check_state(state, self._storage.max_size)
+
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        steps = StepsAsItems(self._storage)
+        items, sequences = steps.items(), steps.sequences()
+        steps.restore_items(items[oldest:] + items[:oldest], counters, sequences[oldest:] + sequences[:oldest])
 
     def fill(self, state: dict[str, Any]) -> None:
         StepsAsItems(self._storage).restore_items(state["items"], state["counters"], state["sequences"])

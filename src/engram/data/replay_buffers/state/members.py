@@ -8,7 +8,7 @@ from typing import Any
 
 from engram import _forms as forms
 from engram.data.replay_buffers.state.checkpointers.members import StorageEnsembleCheckpointer
-from engram.data.replay_buffers.state.plans import SavedStorage
+from engram.data.replay_buffers.state.plans import SavedStorage, is_by_path
 from engram.errors import CheckpointMisfitError, differences_of
 from engram.store.views import EnsembleSnapshot
 
@@ -28,11 +28,14 @@ class SavedMembers(SavedStorage):
         return [one for member in self._storage.storages for one in member.saved_form.incarnations()]
 
     def source(self, background: bool) -> EnsembleSnapshot:
-        return EnsembleSnapshot([(m.checkpointer, m.saved_form.source(background)) for m in self._storage.storages])
+        return EnsembleSnapshot(
+            [(m.checkpointer, m.saved_form.saved_source(background)) for m in self._storage.storages]
+        )
 
     def staging(self) -> StagedMembers | None:
-        staged = [member.saved_form.staging() for member in self._storage.storages]
-        return None if None in staged else StagedMembers([m.checkpointer for m in self._storage.storages], staged)
+        members = self._storage.storages
+        staged = [None if is_by_path(m.checkpointer) else m.saved_form.staging() for m in members]
+        return None if None in staged else StagedMembers([m.checkpointer for m in members], staged)
 
     def restore_point(self) -> Callable[[], None] | None:
         points = [member.saved_form.restore_point() for member in self._storage.storages]
@@ -61,6 +64,9 @@ class SavedMembers(SavedStorage):
                 differences += [f"member {i}: {difference}" for difference in differences_of(error)]
         if differences:
             raise CheckpointMisfitError(_MISFIT, differences)
+
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        raise TypeError("an ensemble has no rows of its own")
 
     def fill(self, state: dict[str, Any]) -> None:
         for member, saved in zip(self._storage.storages, state["members"], strict=True):
