@@ -111,6 +111,7 @@ class ItemSink(Protocol):
 Source = TypeVar("Source", contravariant=True)
 Sink = TypeVar("Sink", contravariant=True)
 Hook = Callable[..., Any]
+Self = TypeVar("Self", bound="StorageCheckpointerBase[Any, Any]")
 
 
 class SavePlan(Protocol):
@@ -211,7 +212,7 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
         planned = {name for name in ("plan_save", "plan_restore") if getattr(cls, name) is not getattr(base, name)}
         cls.is_by_path, cls._is_planned = len(own) == 2 and not planned, len(planned) == 2
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
         if not cls.is_by_path and not cls._is_planned:
             raise TypeError(
                 f"{cls.__name__} is no checkpointer: it has to define dumps(storage, path) and loads(storage, path), "
