@@ -3,8 +3,9 @@
 Some are of other libraries: what they call it to store each observation once.
 
 `@advised` puts them into a class: an argument that would change nothing here is accepted, any other is a TypeError with
-advice, and reading a member is an AttributeError with advice (`hasattr` is False). With `advise_on_names` importing a
-name from a module is an ImportError with advice, and reading it is an AttributeError (`hasattr` is False).
+advice, as is one that is mistyped, and reading a member is an AttributeError with advice (`hasattr` is False). With
+`advise_on_names` importing a name from a module is an ImportError with advice, and reading it is an AttributeError
+(`hasattr` is False).
 
 Example:
     >>> from engram.data import ReplayBuffer
@@ -20,7 +21,9 @@ Example:
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import opcode
 import sys
 from collections.abc import Callable, Mapping
@@ -405,7 +408,8 @@ NAMES: dict[str, dict[str, str]] = {
 
 def advised(cls: _Class) -> _Class:
     """A class decorator: gives the class the advice that the tables above have under its name."""
-    if arguments := ARGUMENTS.get(cls.__name__):
+    arguments = ARGUMENTS.get(cls.__name__, {})
+    if arguments or "__init__" in vars(cls):
         cls.__init__ = _accepting(cls.__init__, arguments)  # type: ignore[misc]
     for name, instead in MEMBERS.get(cls.__name__, {}).items():
         if name in vars(cls):
@@ -495,7 +499,7 @@ class _Absent:
 
 
 def _accepting(init: Callable[..., None], arguments: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[..., None]:
-    """A constructor that also takes the arguments without effect."""
+    """A constructor that also takes the arguments without effect, and refuses one that it does not have."""
 
     @functools.wraps(init)
     def accepting(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -506,6 +510,35 @@ def _accepting(init: Callable[..., None], arguments: Mapping[str, tuple[tuple[An
                 choices = " and ".join(map(repr, allowed))
                 verb = "is" if len(allowed) == 1 else "are"
                 raise TypeError(f"{type(self).__name__}({argument}={value!r:.60}): allowed {verb} {choices}; {instead}")
+        if kwargs:
+            refuse_unknown_arguments(type(self), init, kwargs)
         init(self, *args, **kwargs)
 
     return accepting
+
+
+def refuse_unknown_arguments(cls: type, init: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """A TypeError for an argument that a constructor does not have, which says which of the class's may be meant.
+
+    Example:
+        >>> from engram.data import LazyTensorStorage
+        >>> LazyTensorStorage(max_sise=10)
+        Traceback (most recent call last):
+            ...
+        TypeError: LazyTensorStorage() has no argument 'max_sise': did you mean 'max_size'?
+    """
+    parameters = inspect.signature(init).parameters.values()
+    accepted = {one.name for one in parameters}.union(*(ARGUMENTS.get(base.__name__, {}) for base in cls.__mro__))
+    if any(one.kind is one.VAR_KEYWORD for one in parameters) or accepted >= given.keys():
+        return
+    known = dict.fromkeys(
+        one.name
+        for base in cls.__mro__
+        if "__init__" in vars(base) and base is not object
+        for one in [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    )
+    name = next(name for name in given if name not in accepted)
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) if known else 'none'}"
+    raise TypeError(f"{cls.__name__}() has no argument {name!r}: {meant}")

@@ -32,6 +32,7 @@ from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from engram._advice import advised
 from engram._overrides import overrides
 from engram.envs.action_checks import action_keys
 from engram.pytree import get_entry, set_entry
@@ -184,6 +185,7 @@ FLAGS = ("done", "terminated", "truncated")
 TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
 
 
+@advised
 class RandomPolicy:
     """A policy that draws random actions from a spec, with torch's global generator.
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.pytree import Key
 from engram.specs.composite import Composite
 from engram.specs.tensors import Bounded, Spec, as_device, as_sizes, shape_after
@@ -131,6 +132,7 @@ def _select(dim: int, i: int, tensor: Tensor) -> Tensor:
     return tensor.select(dim, i)
 
 
+@advised
 class Stacked(Spec):
     """Leaf specs that differ, stacked along `dim`; `shape` is -1 where theirs differ, `specs` has the members.
 

@@ -533,6 +533,7 @@ def ordered_limits(dtype: torch.dtype) -> tuple[int, int]:
     return (LOWEST, HIGHEST) if dtype is torch.uint64 else (info.min, info.max)
 
 
+@advised
 class Unbounded(LeafTensorSpec):
     """Any value of the dtype; draws are normal for floats, uniform over the dtype for integers and booleans.
 
@@ -571,6 +572,7 @@ class Unbounded(LeafTensorSpec):
         return from_ordered_int64(as_ordered_int64(value, self.dtype).clamp(*ordered_limits(self.dtype)), self.dtype)
 
 
+@advised
 class Bounded(LeafTensorSpec):
     """Values in `[low, high]`, both ends included; one or both may be infinite.
 
@@ -831,6 +833,7 @@ def _as_nvec(nvec: Any) -> tuple[int, ...]:
     return numbers
 
 
+@advised
 class Categorical(ChoiceSpec):
     """Integers in `[0, n)`, without those that `mask`, bool `[*shape, n]`, forbids.
 
@@ -907,6 +910,7 @@ class Categorical(ChoiceSpec):
         return self
 
 
+@advised
 class Binary(Categorical):
     """Vectors of `n` zeros and ones: shape `[..., n]`.
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._advice import advised
 from engram.specs.tensors import Device, LeafTensorSpec, Unbounded, as_shape
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +55,7 @@ def text_of_bytes(row: Array) -> str:
 _LETTERS = string.ascii_letters + string.digits + " "
 
 
+@advised
 class Text(LeafTensorSpec):
     """Texts of at most `width` bytes in UTF-8: uint8 `[..., width]`, zeros after the end of a text.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engram._advice import advised
 from engram.envs.gym import GymEnv
 
 
@@ -27,6 +28,7 @@ class _Tasks:
         return [(domain, list(tasks)) for domain, tasks in _modules()[0].TASKS_BY_DOMAIN.items()]
 
 
+@advised
 class DMControlEnv(GymEnv):
     """A task of the DeepMind Control Suite; its observations keep their names and are float64 as there.
 

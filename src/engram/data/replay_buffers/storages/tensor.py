@@ -110,6 +110,7 @@ def _packed(table: LazyTable) -> RowTable:
     return table.made
 
 
+@advised
 class TensorStorage(TableStorage):
     """A storage around tensors that exist: they are the stored rows, all of them, and are written in place.
 

@@ -24,6 +24,7 @@ Compress = Callable[[Tensor], Tensor]
 Decompress = Callable[[Tensor, dict[str, Any]], Tensor]
 
 
+@advised
 class LazyStackStorage(ListStorage):
     """A ListStorage of TensorDicts of any shapes and keys, whose batches are lazy stacks of them.
 

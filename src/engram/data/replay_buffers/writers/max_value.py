@@ -11,6 +11,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import _forms as forms
 from engram import pytree
+from engram._advice import advised
 from engram._arguments import BUILT_IN
 from engram._copies import PartlyCopied
 from engram.data.replay_buffers.storages.setting import next_steps
@@ -29,6 +30,7 @@ _PIECE = 1 << 20  # rows whose ranks are read at once
 _RANKS = forms.record({"ranks": forms.tensor(torch.float64, ndim=1), "slots": forms.tensor(torch.int64, ndim=1)})
 
 
+@advised
 class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 

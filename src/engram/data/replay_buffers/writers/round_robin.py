@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import _forms as forms
+from engram._advice import advised
 from engram._arguments import BUILT_IN
 from engram._copies import pickle_by_state
 from engram._overrides import overrides
@@ -32,6 +33,7 @@ class Placing(enum.Enum):
     REPLACING = enum.auto()  #: in the place of any other row, for which no other process may have the storage open
 
 
+@advised
 class Writer(abc.ABC):
     """Decides where new rows go. It needs no buffer: after `register_storage`, `add` and `extend` write.
 
@@ -395,6 +397,7 @@ def has_writing_methods(writer: Any) -> bool:
     return any(all(callable(_optional(writer, name)) for name in names) for names in (("write",), ("add", "extend")))
 
 
+@advised
 class RoundRobinWriter(Writer, built_in=True):
     """Writes behind the newest row; in a full storage over the oldest.
 
