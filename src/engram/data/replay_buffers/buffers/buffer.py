@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch._dynamo import trace_rules
-from typing_extensions import Self, TypedDict, TypeVar, Unpack
+from typing_extensions import Never, Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._arguments import BUILT_IN
@@ -341,7 +341,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         )  # fmt: skip
 
     # ---- writing ----
-    def add(self, data: T | Data) -> int | Tensor:
+    def add(self, data: T | Data, *others: Never) -> int | Tensor:
         """Stores one step; returns its index: an int, with ndim=2 int64 [envs, 2].
 
         With a transform that holds steps back: int64 [n], the indices of what was written.
@@ -349,6 +349,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
+        if others:
+            raise _several_given("add", 1 + len(others))
         parts = self._parts
         writes, storage = parts.batch_writer, parts.storage
         plainly = writes.pushes and not writes.transform.transforms
@@ -362,7 +364,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         index: int | Tensor = writes.write(data, single=True)
         return index
 
-    def extend(self, data: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self, data: T | Data | Sequence[T | Data], *others: Never, update_priority: bool | None = None
+    ) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
         A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay. A transform that
@@ -376,6 +380,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
             RuntimeError: the items of a list do not stack; the message names the item.
         """
+        if others:
+            raise _several_given("extend", 1 + len(others))
         parts = self._parts
         writes, storage = parts.batch_writer, parts.storage
         plainly = writes.pushes and not writes.transform.transforms
@@ -793,6 +799,26 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         with self._parts.undisturbed(), storage.access.exclusive("update_if_present"):
             return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
 
+    def flush(self) -> None:
+        """Makes the rows written so far survive a power cut, where the storage is in a folder; else nothing.
+
+        (Rows that have been written survive the end of their process, a kill included, without it. Steps that a
+        transform holds back are not written yet: `flush_transforms`.)
+
+        Raises:
+            StorageError: the disk failed, and no row counts as flushed that did not before.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from engram.data import LazyMemmapStorage, ReplayBuffer
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+            ...     _ = rb.extend(torch.arange(3))
+            ...     rb.flush()
+            ...     rb.storage.close()
+        """
+        self.storage.flush()
+
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets every step, priority and prepared batch; the cursor is 0.
 
@@ -1176,6 +1202,16 @@ def sent_to_writers(buffer: Any) -> Any:
     twin = object.__new__(type(buffer))
     twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)
     return twin
+
+
+def _several_given(method: str, count: int) -> TypeError:
+    """The error of `add` and `extend` for the entries of a step, one by one."""
+    what = "one step" if method == "add" else "one batch of steps"
+    return TypeError(
+        f"{method}() takes {what}, a TensorDict or a dict, and got {count} values: "
+        f'{method}({{"observation": obs, "action": action, "next": {{"observation": next_obs, "reward": reward, "done": '
+        "done}}). Buffers that are called as add(obs, next_obs, action, reward, done, infos) are in engram.compat.sb3"
+    )
 
 
 def _bytes_of(generator: torch.Generator | Generator | None) -> bytes | None:

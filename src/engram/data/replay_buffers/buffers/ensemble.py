@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
+from typing_extensions import Never
 
 from engram._advice import advised
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, shown_buffer
@@ -171,11 +172,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
             self._transform.empty()
 
     # ---- not here ----
-    def add(self, data: Any) -> NoReturn:
+    def add(self, data: Any, *others: Never) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("add(...)")
 
-    def extend(self, data: Any, *, update_priority: bool | None = None) -> NoReturn:
+    def extend(self, data: Any, *others: Never, update_priority: bool | None = None) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("extend(...)")
 
