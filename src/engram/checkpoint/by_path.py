@@ -43,9 +43,7 @@ class SaveByPath:
                     )
                 with writer.written_by_path(name) as path:
                     os.replace(file, path)
-        source = self._storage.saved_form.source(background=False)
-        counters = source.counters() if hasattr(source, "counters") else None
-        return {"files": sorted(files), "counters": counters}
+        return {"files": sorted(files), "counters": self._storage.saved_form.counters()}
 
 
 class RestoreByPath:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from engram._overrides import overrides
 from engram.checkpoint.by_path import BY_PATH, RestoreByPath, SaveByPath
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
@@ -111,7 +113,18 @@ class ItemSink(Protocol):
 Source = TypeVar("Source", contravariant=True)
 Sink = TypeVar("Sink", contravariant=True)
 Hook = Callable[..., Any]
+_BY_PATH, _PLANNED = {"dumps", "loads"}, {"plan_save", "plan_restore"}
 Self = TypeVar("Self", bound="StorageCheckpointerBase[Any, Any]")
+
+
+class SavedForm(Protocol):
+    """A storage, as it is saved and loaded."""
+
+    @property
+    def storage(self) -> Any: ...
+    def source(self, background: bool) -> Any: ...
+    def sink(self) -> Any: ...
+    def staging(self) -> Any: ...
 
 
 class SavePlan(Protocol):
@@ -198,22 +211,12 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
     format: ClassVar[str] = BY_PATH
     #: The method by which a storage hands out what is saved; storages without it are refused. None: any will do.
     needs: ClassVar[str | None] = None
-    #: Whether `dumps` and `loads` of a class of a user's write and read its files.
-    is_by_path: ClassVar[bool] = False
-    _is_planned: ClassVar[bool] = False
-
     save_hooks: list[Hook]
     load_hooks: list[Hook]
 
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        base = StorageCheckpointerBase
-        own = {name for name in ("dumps", "loads") if getattr(cls, name) is not getattr(base, name)}
-        planned = {name for name in ("plan_save", "plan_restore") if getattr(cls, name) is not getattr(base, name)}
-        cls.is_by_path, cls._is_planned = len(own) == 2 and not planned, len(planned) == 2
-
     def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        if not cls.is_by_path and not cls._is_planned:
+        own = overrides(cls, StorageCheckpointerBase)
+        if not own >= _PLANNED and not own >= _BY_PATH:
             raise TypeError(
                 f"{cls.__name__} is no checkpointer: it has to define dumps(storage, path) and loads(storage, path), "
                 "or format, plan_save and plan_restore"
@@ -221,6 +224,11 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
         made = super().__new__(cls)
         made.save_hooks, made.load_hooks = [], []
         return made
+
+    @functools.cached_property
+    def _by_path(self) -> bool:
+        """Whether `dumps` and `loads` of a user's class write and read the files."""
+        return not overrides(type(self), StorageCheckpointerBase) >= _PLANNED
 
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a callable that gets what is saved, and returns what is saved instead."""
@@ -233,12 +241,36 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
         self.load_hooks.append(hook)
 
     def _refuse_hooks(self) -> None:
-        if self.is_by_path:
+        if self._by_path:
             name = type(self).__name__
             raise ValueError(
                 f"dumps and loads of {name} are its own, and call no hooks: change what is saved there, or override "
                 f"register_save_hook and register_load_hook of {name} by what keeps hooks for them"
             )
+
+    # ---- what is saved and filled, of a storage as it is saved and loaded ----
+    def source(self, form: SavedForm, background: bool = False) -> Any:
+        """What `plan_save` gets.
+
+        Raises:
+            ValueError: this cannot save in the background.
+        """
+        if not self._by_path:
+            return form.source(background)
+        if background:
+            raise ValueError(
+                f"dumps of {type(self).__name__} reads the storage itself, which may not change meanwhile: save with "
+                "blocking=True"
+            )
+        return form.storage
+
+    def sink(self, form: SavedForm) -> Any:
+        """What a plan of `plan_restore` fills."""
+        return form.storage if self._by_path else form.sink()
+
+    def staging(self, form: SavedForm) -> Any:
+        """What it fills in place of that, where there are rows already; None: nothing can hold what was saved."""
+        return None if self._by_path else form.staging()
 
     def dumps(self, storage: Any, path: str | os.PathLike[str]) -> None:
         """Saves a storage in this form, whatever its own checkpointer is."""

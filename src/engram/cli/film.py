@@ -20,7 +20,7 @@ from engram.cli.trajectories import Trajectories, read_column, trajectories_of
 from engram.data import Storage
 from engram.datasets.atomic_files import new_file
 from engram.errors import StorageInUseError
-from engram.kernel.tools import visible
+from engram.kernel.tools import packages, visible
 from engram.pytree import KeyPath
 
 _AT_ONCE = 256  # frames that are read at once
@@ -129,10 +129,8 @@ def _frames(storage: Storage, path: KeyPath, lane: int, env: int, steps: range, 
 
 
 def _import_gif_writer() -> Any:
-    try:
+    with packages("a GIF", "engram[cli]", Pillow="PIL"):
         from PIL import Image as images
-    except ImportError as error:
-        raise ImportError('a GIF needs Pillow: pip install "engram[cli]"') from error
 
     def write(file: Path, frames: Iterator[Image], fps: float) -> None:
         pictures = (images.fromarray(frame) for frame in frames)
@@ -146,11 +144,9 @@ def _import_gif_writer() -> Any:
 
 
 def _import_mp4_writer() -> Any:
-    try:
+    with packages("an MP4", "engram[video]", imageio="imageio", imageio_ffmpeg="imageio_ffmpeg"):
         import imageio
         import imageio_ffmpeg
-    except ImportError as error:
-        raise ImportError('an MP4 needs imageio with ffmpeg: pip install "engram[video]"') from error
     del imageio_ffmpeg  # which imageio uses
 
     def write(file: Path, frames: Iterator[Image], fps: float) -> None:

@@ -18,6 +18,7 @@ from engram.cli.returns import NO_REWARDS
 from engram.cli.sources import open_rows
 from engram.cli.trajectories import column_blocks, episode_returns, has_rewards, trajectories_of
 from engram.data import Storage
+from engram.kernel.tools import packages
 from engram.pytree import KeyPath
 
 if TYPE_CHECKING:
@@ -210,10 +211,8 @@ def import_matplotlib() -> Any:
     Raises:
         ImportError: it is missing.
     """
-    try:
+    with packages("a plot", "engram[cli]", matplotlib="matplotlib"):
         import matplotlib.figure
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "engram[cli]"') from error
     return matplotlib
 
 

@@ -17,6 +17,7 @@ from engram.datasets.h5_files import open_foreign
 from engram.datasets.hdf5 import FlatReader, iter_hdf5
 from engram.datasets.minari import _open_episodes, iter_minari
 from engram.errors import DatasetError
+from engram.kernel.tools import packages
 
 PathLike = str | os.PathLike[str]
 
@@ -176,13 +177,12 @@ class MinariExperienceReplay(DatasetReplay):
         return next((folder for folder in folders if (folder / "data").is_dir()), None)
 
     def _download(self, *, force: bool) -> None:
-        try:
+        needed_by = (
+            f"there is no dataset {self.dataset_id!r} in {self.root} (put the dataset's folder there, and say "
+            "download=False, or have it downloaded): the download"
+        )
+        with packages(needed_by, "minari", minari="minari"):
             import minari
-        except ImportError as error:
-            raise ImportError(
-                f"there is no dataset {self.dataset_id!r} in {self.root}, and the package that downloads it is "
-                "missing: pip install minari, or put the dataset's folder there and say download=False"
-            ) from error
         before = os.environ.get("MINARI_DATASETS_PATH")
         os.environ["MINARI_DATASETS_PATH"] = str(self.root)
         try:

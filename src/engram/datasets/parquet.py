@@ -45,7 +45,7 @@ from engram.datasets.episodes import (
 from engram.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, LeafSpec, RowLayout
-from engram.kernel.tools import free_memory, human_bytes, open_regular, parse_bytes
+from engram.kernel.tools import free_memory, human_bytes, open_regular, packages, parse_bytes
 from engram.pytree import Key, KeyPath, TreeSpec
 from engram.specs import Text
 
@@ -246,11 +246,9 @@ _RAW = (torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 def import_pyarrow() -> Any:
     """Imports pyarrow with its Parquet part; the ImportError says how to install it."""
-    try:
+    with packages("Parquet", "engram[parquet]", pyarrow="pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError('Parquet needs pyarrow: pip install "engram[parquet]"') from error
     return pyarrow
 
 

@@ -34,6 +34,7 @@ from engram.distributed.sharded import (
 )
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
+from engram.kernel.tools import packages
 
 _NAMESPACE = "engram"  # of Ray, in which buffers with names are found
 _END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
@@ -51,11 +52,9 @@ def import_ray() -> Any:
     Raises:
         ImportError: it is not installed.
     """
-    try:
+    with packages("RayReplayBuffer", "engram[ray]", ray="ray"):
         import ray
         import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ImportError(f"RayReplayBuffer needs Ray: pip install 'engram[ray]' ({error})") from error
     return ray
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from engram._checks import attribute
+from engram._packages import packages
 from engram.envs.codecs import flag_of, nest_like, reward_of
 from engram.envs.engines import (
     Autoreset,
@@ -27,11 +28,9 @@ from engram.envs.engines import (
 )
 from engram.processes.timeouts import reject_timeout
 
-try:
+with packages("GymEnv", "engram[gym]", gymnasium="gymnasium"):
     import gymnasium
     from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
-except ImportError as error:
-    raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
 
 
 ENTRY_POINT = "vector_entry_point"

@@ -1,6 +1,7 @@
 """Files, memory, forms, texts and warnings, as all read, measure, check and say them here. Needs no torch."""
 
 from engram import _forms as forms
+from engram._packages import packages
 from engram._system import (
     check_memory,
     free_memory,
@@ -17,6 +18,7 @@ __all__ = [
     "human_bytes",
     "log",
     "open_regular",
+    "packages",
     "parse_bytes",
     "visible",
     "warn_user",

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engram._checks import attribute
+from engram._packages import packages
 from engram.pytree import KeyPath
 from engram.specs.composite import Composite
 from engram.specs.tensors import (
@@ -170,10 +171,8 @@ def space_from_spec(spec: Spec) -> Any:
 
 
 def _gymnasium_spaces() -> Any:
-    try:
+    with packages("space_from_spec", "engram[gym]", gymnasium="gymnasium"):
         from gymnasium import spaces
-    except ImportError as error:
-        raise ImportError('space_from_spec needs gymnasium: pip install "engram[gym]"') from error
     return spaces
 
 

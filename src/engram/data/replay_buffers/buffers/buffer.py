@@ -1209,8 +1209,8 @@ def _several_given(method: str, count: int) -> TypeError:
     what = "one step" if method == "add" else "one batch of steps"
     return TypeError(
         f"{method}() takes {what}, a TensorDict or a dict, and got {count} values: "
-        f'{method}({{"observation": obs, "action": action, "next": {{"observation": next_obs, "reward": reward, "done": '
-        "done}}). Buffers that are called as add(obs, next_obs, action, reward, done, infos) are in engram.compat.sb3"
+        f'{method}({{"observation": obs, "action": action, "next": {{"observation": next_obs, "reward": reward, '
+        '"done": done}}). Buffers with add(obs, next_obs, action, reward, done, infos) are in engram.compat.sb3'
     )
 
 

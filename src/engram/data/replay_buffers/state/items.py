@@ -245,6 +245,9 @@ class SavedSteps(SavedStorage):
     def check(self, state: Any) -> None:
         check_state(state, self._storage.max_size)
 
+    def counters(self) -> dict[str, Any]:
+        return StepsAsItems(self._storage).counters()
+
     def recount(self, counters: dict[str, Any], oldest: int) -> None:
         steps = StepsAsItems(self._storage)
         items, sequences = steps.items(), steps.sequences()

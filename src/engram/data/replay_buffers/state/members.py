@@ -8,7 +8,7 @@ from typing import Any
 
 from engram import _forms as forms
 from engram.data.replay_buffers.state.checkpointers.members import StorageEnsembleCheckpointer
-from engram.data.replay_buffers.state.plans import SavedStorage, is_by_path
+from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.errors import CheckpointMisfitError, differences_of
 from engram.store.views import EnsembleSnapshot
 
@@ -29,12 +29,12 @@ class SavedMembers(SavedStorage):
 
     def source(self, background: bool) -> EnsembleSnapshot:
         return EnsembleSnapshot(
-            [(m.checkpointer, m.saved_form.saved_source(background)) for m in self._storage.storages]
+            [(m.checkpointer, m.checkpointer.source(m.saved_form, background)) for m in self._storage.storages]
         )
 
     def staging(self) -> StagedMembers | None:
         members = self._storage.storages
-        staged = [None if is_by_path(m.checkpointer) else m.saved_form.staging() for m in members]
+        staged = [m.checkpointer.staging(m.saved_form) for m in members]
         return None if None in staged else StagedMembers([m.checkpointer for m in members], staged)
 
     def restore_point(self) -> Callable[[], None] | None:
@@ -64,6 +64,9 @@ class SavedMembers(SavedStorage):
                 differences += [f"member {i}: {difference}" for difference in differences_of(error)]
         if differences:
             raise CheckpointMisfitError(_MISFIT, differences)
+
+    def counters(self) -> None:
+        return None
 
     def recount(self, counters: dict[str, Any], oldest: int) -> None:
         raise TypeError("an ensemble has no rows of its own")

@@ -94,6 +94,10 @@ class SavedStorage(abc.ABC):
     def __init__(self, storage: Any) -> None:
         self._storage = storage
 
+    @property
+    def storage(self) -> Any:
+        return self._storage
+
     def is_empty(self) -> bool:
         """Whether there is nothing that a load would replace."""
         return not len(self._storage)
@@ -158,24 +162,10 @@ class SavedStorage(abc.ABC):
     def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
         """Puts a copy of every row into an empty storage with the same arguments."""
 
-    def saved_source(self, background: bool = False) -> Any:
-        """What the storage's checkpointer saves.
-
-        Raises:
-            ValueError: it cannot save in the background.
-        """
-        if not is_by_path(self._storage.checkpointer):
-            return self.source(background)
-        if background:
-            raise ValueError(
-                f"dumps of {type(self._storage.checkpointer).__name__} reads the storage itself, which may not change "
-                "meanwhile: save with blocking=True"
-            )
-        return self._storage
-
-    def saved_sink(self) -> Any:
-        """What the storage's checkpointer fills."""
-        return self._storage if is_by_path(self._storage.checkpointer) else self.sink()
+    def counters(self) -> dict[str, Any] | None:
+        """The counters of the rows, as a RowSource and an ItemSource have them; None: it has no rows of its own."""
+        counters: dict[str, Any] = self.source(background=False).counters()
+        return counters
 
     def place_as_saved(self, counters: dict[str, Any]) -> None:
         """After `set` filled the storage, slot by slot, with the rows of these counters: makes these its own.
@@ -186,7 +176,9 @@ class SavedStorage(abc.ABC):
         Raises:
             CheckpointMisfitError: the rows are of several lanes or environments.
         """
-        own, saved = self.source(background=False).counters(), counters
+        own, saved = self.counters(), counters
+        if own is None:
+            return
         ours, theirs = ([_run(lane) for lane in one["lanes"]] for one in (own, saved))
         first = own["lanes"][0]["base"]
         is_as_saved = ours == theirs and first in (0, saved["lanes"][0]["base"])
@@ -214,7 +206,7 @@ class SavedStorage(abc.ABC):
         """
         load = functools.partial(saved.load_storage, self._storage.checkpointer)
         is_empty = self.is_empty()
-        staging = None if is_empty or is_by_path(self._storage.checkpointer) else self.staging()
+        staging = None if is_empty else self._storage.checkpointer.staging(self)
         commit: Callable[[], None] | None = None
         if staging is not None:
             try:
@@ -223,13 +215,8 @@ class SavedStorage(abc.ABC):
             except TooManyRowsError:  # they are verified, and then read a second time
                 pass
         if commit is None:
-            commit = functools.partial(load, self.saved_sink())
+            commit = functools.partial(load, self._storage.checkpointer.sink(self))
         return RowsPlan(commit, self.restore_point(), not is_empty, self.incarnations)
-
-
-def is_by_path(checkpointer: Any) -> bool:
-    """Whether a checkpointer of a user's writes and reads a storage at a path, by the storage's own methods."""
-    return bool(getattr(checkpointer, "is_by_path", False))
 
 
 def has_hooks(checkpointer: Any) -> bool:

@@ -444,7 +444,7 @@ class Storage(MadeFromParts):
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, checkpointer: Any = None) -> str:
         """Saves this storage alone, by its own checkpointer if no other is given; returns the name of the snapshot."""
         with _saved_by(self, checkpointer):
-            source = self.saved_form.saved_source()
+            source = self.checkpointer.source(self.saved_form)
             return save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:

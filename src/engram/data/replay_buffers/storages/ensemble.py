@@ -115,7 +115,7 @@ class StorageEnsemble(Storage):
     # ---- checkpoints ----
     def parts(self) -> list[tuple[Any, Any]]:
         """The checkpointer of each member, and what it saves and fills."""
-        return [(storage.checkpointer, storage.saved_form.saved_sink()) for storage in self._storages]
+        return [(storage.checkpointer, storage.checkpointer.sink(storage.saved_form)) for storage in self._storages]
 
     def register_save_hook(self, hook: Any) -> None:
         for storage in self._storages:
