@@ -215,7 +215,7 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
     load_hooks: list[Hook]
 
     def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        own = overrides(cls, StorageCheckpointerBase)
+        own = _own_methods(cls)
         if not own >= _PLANNED and not own >= _BY_PATH:
             raise TypeError(
                 f"{cls.__name__} is no checkpointer: it has to define dumps(storage, path) and loads(storage, path), "
@@ -225,10 +225,10 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
         made.save_hooks, made.load_hooks = [], []
         return made
 
-    @functools.cached_property
+    @property
     def _by_path(self) -> bool:
         """Whether `dumps` and `loads` of a user's class write and read the files."""
-        return not overrides(type(self), StorageCheckpointerBase) >= _PLANNED
+        return not _own_methods(type(self)) >= _PLANNED
 
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a callable that gets what is saved, and returns what is saved instead."""
@@ -305,3 +305,8 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
         `reader.malformed(...)` is the error for a state that no save can have written. Reads no file.
         """
         return RestoreByPath(self.loads, reader, state)
+
+
+@functools.cache
+def _own_methods(cls: type) -> frozenset[str]:
+    return overrides(cls, StorageCheckpointerBase)
