@@ -155,7 +155,7 @@ def test_a_piece_has_no_padding():
 def test_sequences_that_are_too_short_are_refused():
     with pytest.raises(RuntimeError, match=r"sub_seq_len=4 .* batch \[2, 3\] has 3"):
         RandomCropTensorDict(4)(sequences(2, 3))
-    with pytest.raises(ValueError, match="sub_seq_len must be 1 or more"):
+    with pytest.raises(ValueError, match="sub_seq_len must be an integer of 1 or more"):
         RandomCropTensorDict(0)
     with pytest.raises(TypeError, match="takes TensorDicts"):
         RandomCropTensorDict(1)({"x": torch.zeros(3)})

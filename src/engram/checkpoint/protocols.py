@@ -215,7 +215,7 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
     load_hooks: list[Hook]
 
     def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
-        own = _own_methods(cls)
+        own = _own_methods(cls)  # type: ignore[arg-type]
         if not own >= _PLANNED and not own >= _BY_PATH:
             raise TypeError(
                 f"{cls.__name__} is no checkpointer: it has to define dumps(storage, path) and loads(storage, path), "
@@ -228,7 +228,7 @@ class StorageCheckpointerBase(Generic[Source, Sink]):
     @property
     def _by_path(self) -> bool:
         """Whether `dumps` and `loads` of a user's class write and read the files."""
-        return not _own_methods(type(self)) >= _PLANNED
+        return not _own_methods(type(self)) >= _PLANNED  # type: ignore[arg-type]
 
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a callable that gets what is saved, and returns what is saved instead."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import attribute
+from engram._checks import attribute, count
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
@@ -189,8 +189,7 @@ class Evaluator:
         backend: str = "thread",
         init_fn: Callable[[], Any] | None = None,
     ) -> None:
-        if num_trajectories < 1:
-            raise ValueError(f"num_trajectories must be 1 or more, got {num_trajectories}")
+        num_trajectories = count(num_trajectories, "num_trajectories")
         if busy_policy not in ("skip", "queue", "error"):
             raise ValueError(f"busy_policy must be 'skip', 'queue' or 'error', got {busy_policy!r}")
         if backend not in ("thread", "process"):

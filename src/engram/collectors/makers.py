@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from engram._checks import count_or_none
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import device_argument
@@ -29,6 +30,7 @@ def makers_of_workers(
 
 def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
     is_one = callable(create_env_fn) or is_environment(create_env_fn)
+    num_workers = count_or_none(num_workers, "num_workers")
     makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
         raise ValueError(

@@ -385,7 +385,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._failure: BaseException | None = None  # to be raised before anything else is collected
         self._no_grad = torch.no_grad()
         self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
-        self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self._trajs_per_batch, self._assembler = settings.trajs_per_batch or 0, TrajectoryAssembler()
         self.traj_format = traj_format or "padded"
         self._splits = settings.pads_trajectories and replay_buffer is None
         self._same_td: TensorDictBase | None = None

@@ -30,11 +30,10 @@ from engram.distributed.sharded import (
     ShardedSettings,
     Timeouts,
     arguments_of_shards,
-    check_count,
 )
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
-from engram.kernel.tools import packages
+from engram.kernel.tools import count, packages
 
 _NAMESPACE = "engram"  # of Ray, in which buffers with names are found
 _END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
@@ -350,7 +349,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
     ) -> None:
-        check_count("num_shards", num_shards)
+        num_shards = count(num_shards, "num_shards")
         if name is not None and not (isinstance(name, str) and name):
             raise ValueError(f"name must be a text, got {name!r}")
         waits = Timeouts.of(timeout)

@@ -41,7 +41,7 @@ from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import IN_BUFFERS, WriteRequest, mark_rows, warn_if_idle
 from engram.kernel.rows import RowLayout
-from engram.kernel.tools import warn_user
+from engram.kernel.tools import count, warn_user
 
 _STINT = ", stint "  # in the name of a producer, before the number of its stint
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
@@ -124,7 +124,7 @@ class ShardedSettings(NamedTuple):
     def check(self) -> None:
         """ValueError: a number that is not allowed; what, and what is."""
         if self.batches_per_call is not None:
-            check_count("batches_per_call", self.batches_per_call)
+            count(self.batches_per_call, "batches_per_call")
         if self.max_batch_age is not None and not self.max_batch_age >= 0:
             raise ValueError(f"max_batch_age must be 0 or more seconds, got {self.max_batch_age}")
         if not self.timeout > 0:
@@ -968,12 +968,6 @@ def _name_of_stint(name: str, number: int) -> str:
     return f"{name}{_STINT}{number}" if number else name
 
 
-def check_count(what: str, value: Any) -> None:
-    """ValueError unless it is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be a positive integer, got {value!r}")
-
-
 def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler, transform: Any) -> dict[str, Any]:
     """The arguments of each `ReplayShard` of a buffer.
 
@@ -984,7 +978,7 @@ def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler,
     Raises:
         TypeError, ValueError: it says no room, or is not an empty one of steps; a sampler that no shard can have.
     """
-    check_count("lanes", lanes)
+    lanes = count(lanes, "lanes")
     made = storage if isinstance(storage, Storage) else storage()
     if not isinstance(made, Storage):
         raise TypeError(f"storage must be a Storage or make one, got a {type(made).__name__}")

@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
+from engram._checks import count
 from engram._native import take_frames
 from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
@@ -961,8 +962,7 @@ class EnvBase(nn.Module, HasSpaces):
         >>> env.rollout(10, actions=[0, 1, 1])["action"]
         tensor([0, 1, 1])
         """
-        if max_steps < 1:
-            raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
+        max_steps = count(max_steps, "max_steps")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
         if actions is not None:

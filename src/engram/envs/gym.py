@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._checks import count, count_or_none
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, HasEngines, InfoKeys, VectorEngine
@@ -115,12 +116,9 @@ class GymEnv(EnvBase, HasEngines):
 
         name_or_env = _only_given(name_or_env=name_or_env, env_name=env_name, env=env)
         target = usable_device(device, "device")  # raises before an environment is created
+        num_envs, frame_skip = count(num_envs, "num_envs", 0), count_or_none(frame_skip, "frame_skip")
         if batch_size is not None and tuple(batch_size) != ((num_envs,) if num_envs else ()):
             raise ValueError(f"batch_size={tuple(batch_size)}: it is (num_envs,), and () without num_envs")
-        if num_envs < 0:
-            raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
-        if frame_skip is not None and frame_skip < 1:
-            raise ValueError(f"frame_skip must be 1 or more, got {frame_skip}")
         kwargs, frame_skip = gym_make.with_own_frame_skip(name_or_env, kwargs, frame_skip)
         codecs: dict[str, Any] = {
             "categorical": categorical_action_encoding,

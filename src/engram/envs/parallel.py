@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._checks import count
 from engram.envs.base import EnvBase, mark_truncated
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, nest_like, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, HasEngines, VectorEngine, VectorStep
@@ -769,6 +770,7 @@ class ParallelEnv(EnvBase):
         target = usable_device(device, "device")  # raises before an environment is created
         if n is None:
             n, num_workers = only_one("n", n, "num_workers", num_workers), None
+        n = count(n, "n")
         if mp_start_method is not None:
             start_method = only_one("start_method", start_method, "mp_start_method", mp_start_method)
         if shutdown_timeout is not None:
@@ -981,9 +983,10 @@ def _connect(
 def _checked_workers(num_workers: int | None, n: int) -> int:
     if num_workers is None:
         return min(n, len(usable_cores()))
-    if not 1 <= num_workers <= n:
+    workers = count(num_workers, "num_workers")
+    if workers > n:
         raise ValueError(f"num_workers must be between 1 and the number of environments, {n}, got {num_workers}")
-    return num_workers
+    return workers
 
 
 def _cores(workers: int, cpus: Sequence[int] | None) -> list[int | None]:

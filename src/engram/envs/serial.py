@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._checks import count
 from engram.envs.base import SPEC_NAMES, EnvBase, own_next, own_reset
 from engram.envs.engines import GymEngine, HasEngines
 from engram.envs.from_torchrl import as_env
@@ -48,7 +49,7 @@ class SerialEnv(EnvBase, HasEngines):
         timeout: None = None,
     ) -> None:
         reject_timeout(timeout, "SerialEnv")
-        n = only_one("n", n, "num_workers", num_workers)
+        n = count(only_one("n", n, "num_workers", num_workers), "n")
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # raises before an environment is created
         envs = [as_env(make(), "SerialEnv") for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
@@ -165,8 +166,6 @@ def only_one(name: str, value: Any, alias: str, other: Any) -> Any:
 
 def env_makers(kind: str, n: int, make_env: Any, create_env_kwargs: Any = None) -> list[Callable[[], Any]]:
     """One function for each of `n` environments. Raises ValueError for n < 1, and for a list of another length."""
-    if n < 1:
-        raise ValueError(f"{kind} needs 1 environment or more, got {n}")
     makers: list[Callable[..., Any]] = [make_env] * n if callable(make_env) else list(make_env)
     if len(makers) != n:
         raise ValueError(f"{kind}({n}, ...) got {len(makers)} callables; give {n}, or a single one")

@@ -1,6 +1,7 @@
 """Files, memory, forms, texts and warnings, as all read, measure, check and say them here. Needs no torch."""
 
 from engram import _forms as forms
+from engram._checks import count
 from engram._packages import packages
 from engram._system import (
     check_memory,
@@ -13,6 +14,7 @@ from engram._text import log, visible, warn_user
 
 __all__ = [
     "check_memory",
+    "count",
     "forms",
     "free_memory",
     "human_bytes",

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import Key, Keys, key_path
 from engram.specs import Bounded, Spec, Unbounded
 from engram.transforms.base import Transform, WriteRequest
@@ -42,9 +42,7 @@ class FrameSkipTransform(Transform, built_in=True):
 
     def __init__(self, frame_skip: int = 1) -> None:
         super().__init__()
-        if not is_integer(frame_skip, 1):
-            raise ValueError(f"frame_skip must be an integer of 1 or more, got {frame_skip!r}")
-        self.frame_skip = int(frame_skip)
+        self.frame_skip = count(frame_skip, "frame_skip")
 
     def for_env(self, specs: EnvSpecs) -> FrameSkipTransform:
         if specs.observation.shape:

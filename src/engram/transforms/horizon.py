@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram import _forms as forms
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import Key, Keys, as_key, key_path, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
 from engram.transforms.base import Transform, has_entries, root_pairs, select_reset, to_device
@@ -66,10 +66,9 @@ class RandomTruncationTransform(Transform, built_in=True):
         done_key: Key = "done",
     ) -> None:
         super().__init__()
-        if not is_integer(min_horizon, 1) or not is_integer(max_horizon, min_horizon):
-            raise ValueError(
-                f"min_horizon must be 1 or more and at most max_horizon, got {min_horizon!r} and {max_horizon!r}"
-            )
+        min_horizon, max_horizon = count(min_horizon, "min_horizon"), count(max_horizon, "max_horizon")
+        if max_horizon < min_horizon:
+            raise ValueError(f"min_horizon must be at most max_horizon, got {min_horizon!r} and {max_horizon!r}")
         for name, value in (("prob", prob), ("first_episode_prob", first_episode_prob)):
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be 0 to 1, got {value}")

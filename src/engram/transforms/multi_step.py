@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import (
     Key,
     Keys,
@@ -49,9 +49,7 @@ def checked_gamma(gamma: float) -> float:
 
 
 def checked_n_steps(n_steps: int) -> int:
-    if not is_integer(n_steps, 1):
-        raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
-    return int(n_steps)
+    return count(n_steps, "n_steps")
 
 
 def reward_keys_of(keys: Any) -> list[Key]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import Key, as_key, get_tensor, has_batch_size, key_path, require_tensor, set_entry
 from engram.specs import Categorical, Composite, Spec, Unbounded
 from engram.transforms.base import Transform, has_entries, select_reset, to_device
@@ -46,9 +46,7 @@ class NoopResetEnv(Transform, built_in=True):
 
     def __init__(self, noops: int = 30, random: bool = True) -> None:
         super().__init__()
-        if not is_integer(noops, 0):
-            raise ValueError(f"noops must be an integer of 0 or more, got {noops!r}")
-        self.noops, self.random = int(noops), random
+        self.noops, self.random = count(noops, "noops", 0), random
 
     def for_env(self, specs: EnvSpecs) -> NoopResetEnv:
         if specs.observation.shape:

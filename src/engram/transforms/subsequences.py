@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._checks import is_integer
+from engram._checks import count, is_integer
 from engram.pytree import Key, as_key, has_batch_size, require_tensor
 from engram.transforms.base import Transform
 from engram.transforms.env_specs import EnvSpecs
@@ -39,12 +39,9 @@ class RandomCropTensorDict(Transform, built_in=True):
 
     def __init__(self, sub_seq_len: int, sample_dim: int = -1, mask_key: Key | None = None) -> None:
         super().__init__()
-        if not is_integer(sub_seq_len, 1) or not is_integer(sample_dim):
-            raise ValueError(
-                f"sub_seq_len must be 1 or more, sample_dim a number of a dimension; got {sub_seq_len!r} and "
-                f"{sample_dim!r}"
-            )
-        self.sub_seq_len, self.sample_dim = int(sub_seq_len), sample_dim
+        if not is_integer(sample_dim):
+            raise ValueError(f"sample_dim must be the number of a dimension, got {sample_dim!r}")
+        self.sub_seq_len, self.sample_dim = count(sub_seq_len, "sub_seq_len"), sample_dim
         self.mask_key = None if mask_key is None else as_key(mask_key)
 
     @property

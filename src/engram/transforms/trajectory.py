@@ -20,6 +20,7 @@ from torch import Tensor
 from engram import _forms as forms
 from engram._advice import advised
 from engram._arguments import BUILT_IN
+from engram._checks import count_or_none
 from engram.pytree import (
     MASK,
     Key,
@@ -551,9 +552,7 @@ class StepCounter(TrajectoryTransform, built_in=True):
         traj_key: Key | None = None,
     ) -> None:
         super().__init__(done_key=done_key, traj_key=traj_key)
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps must be 1 or more, or None, got {max_steps}")
-        self.max_steps = max_steps
+        self.max_steps = count_or_none(max_steps, "max_steps")
         self.truncated_key, self.step_count_key = truncated_key, step_count_key
         self.update_done = update_done
 

@@ -22,7 +22,7 @@ from typing_extensions import Never, Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._arguments import BUILT_IN
-from engram._checks import is_integer
+from engram._checks import count_or_none
 from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state, refuse_what_stays
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
@@ -260,8 +260,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         if reuse_batches and (reason := why_not_reusable()) is not None:
             warn_user(f"reuse_batches=True does nothing here: {reason}")
         self._transform: Compose = transform  # type: ignore[assignment]  # __setattr__ makes a Compose of it
-        if prefetch is not None and prefetch < 0:
-            raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
+        prefetch = count_or_none(prefetch, "prefetch", 0)
         self._prefetch = prefetch or 0
         self._handed_out = BatchCount()
         self._episodes = EpisodeIndex()
@@ -1249,11 +1248,7 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
 
 
 def _checked_batch_size(batch_size: Any) -> int | None:
-    if batch_size is None:
-        return None
-    if not is_integer(batch_size, 1):
-        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
-    return int(batch_size)
+    return count_or_none(batch_size, "batch_size")
 
 
 def _chosen_batch_size(own: int | None, batch_size: Any) -> int:

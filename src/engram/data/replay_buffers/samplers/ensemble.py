@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engram import _forms as forms
 from engram._arguments import BUILT_IN
-from engram._checks import is_integer
+from engram._checks import count_or_none
 from engram._copies import refuse_what_stays
 from engram._generator import Generator
 from engram._system import drawing
@@ -66,10 +66,8 @@ class SamplerEnsemble(Sampler, built_in=True):
                 f"with sample_from_all all {len(samplers)} members are in every batch, not "
                 f"num_buffer_sampled={num_buffer_sampled}; leave it out"
             )
-        if num_buffer_sampled is not None and not is_integer(num_buffer_sampled, 1):
-            raise ValueError(f"num_buffer_sampled must be a positive integer, got {num_buffer_sampled!r}")
         self.sample_from_all = sample_from_all
-        self.num_buffer_sampled = len(samplers) if num_buffer_sampled is None else int(num_buffer_sampled)
+        self.num_buffer_sampled = count_or_none(num_buffer_sampled, "num_buffer_sampled") or len(samplers)
         self._uniform = torch.empty(self.num_buffer_sampled, dtype=torch.float64)
         self.p = p
 

@@ -17,7 +17,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
+from engram._checks import count_or_none
 from engram._copies import Computed, CopiedAsPlain
 from engram._system import drawing
 from engram._text import warn_user
@@ -103,13 +103,12 @@ class PriorityTable(RunSource):
         max_priority_within_buffer: bool,
         starts_only: bool = False,
     ) -> None:
-        if max_capacity is not None and not is_integer(max_capacity, 1):
-            raise ValueError(f"max_capacity must be a positive integer or None, got {max_capacity!r}")
+        capacity = count_or_none(max_capacity, "max_capacity")
         if dtype not in _WEIGHTS:
             raise ValueError(f"dtype must be a floating point type for weights ({_WEIGHTS}), got {dtype!r}")
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
-        self.max_capacity = None if max_capacity is None else int(max_capacity)
+        self.max_capacity = capacity
         self.dtype = dtype
         self.reduction = reduction
         self.max_priority_within_buffer = bool(max_priority_within_buffer)

@@ -10,7 +10,7 @@ import xxhash
 from torch import Tensor
 
 import engram._native as _native
-from engram._checks import is_integer
+from engram._checks import count
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
@@ -216,11 +216,10 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 
     def set_epoch(self, epoch: int) -> None:
         """With several learners: the next epoch is the one of this number, the same in all of them."""
-        if not is_integer(epoch, 0):
-            raise ValueError(f"an epoch has a number of 0 or more, got {epoch!r}")
+        number = count(epoch, "epoch", 0)
         with self.lock:
             self.empty()
-            self.storage_state.number = int(epoch)
+            self.storage_state.number = number
 
     @property
     def ran_out(self) -> bool:

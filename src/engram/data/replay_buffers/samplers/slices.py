@@ -13,7 +13,7 @@ from torch import Tensor
 import engram._native as _native
 from engram._advice import advised
 from engram._arguments import BUILT_IN
-from engram._checks import is_integer
+from engram._checks import count, count_or_none, is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     DrawTotals,
@@ -82,11 +82,7 @@ def setting(name: str, checked: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _positive(n: Any, name: str) -> int | None:
-    if n is None:
-        return None
-    if not is_integer(n, 1):
-        raise ValueError(f"{name} must be a positive integer, got {n!r}")
-    return int(n)
+    return count_or_none(n, name)
 
 
 def _pair(span: Any) -> tuple[Cut, Cut]:
@@ -106,9 +102,7 @@ def _weight(weight: Any) -> Weight:
 
 
 def _burn_in(rows: Any) -> int:
-    if not is_integer(rows, 0):
-        raise ValueError(f"burn_in must be 0 or more, got {rows!r}")
-    return int(rows)
+    return count(rows, "burn_in", 0)
 
 
 def _settings_of(kind: type[SliceSampler]) -> list[str]:
