@@ -8,6 +8,7 @@ import gymnasium as gym
 import pytest
 import torch
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 
 from contracts.reused_memory import (
@@ -19,13 +20,14 @@ from contracts.reused_memory import (
     ReusingPolicy,
     ReusingTensors,
     ReusingTransform,
+    UnevenTensors,
     wrong_rows,
 )
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.collectors.evaluator import Evaluator
 from engram.data import LazyTensorStorage, ListStorage, TensorDictReplayBuffer, Unbounded
 from engram.envs import GymEnv, GymWrapper, ParallelEnv, SerialEnv, TransformedEnv
-from engram.envs.transforms import Compose, InitTracker, RewardSum, StepCounter, TensorDictPrimer
+from engram.envs.transforms import Compose, EndOfLifeTransform, InitTracker, RewardSum, StepCounter, TensorDictPrimer
 
 gym.register("Reusing-v0", ReusingEnv, disable_env_checker=True, order_enforce=False)
 
@@ -186,3 +188,58 @@ def test_default_of_a_primer_is_copied_at_each_reset():
     first = env.reset()
     default += 1
     assert first["hidden"] == 0
+
+
+@pytest.mark.parametrize("torchrl_form", [True, False])
+def test_reset_that_writes_into_what_it_gets_leaves_the_other_rows(torchrl_form):
+    env, lengths = UnevenTensors(torchrl_form), [LENGTH - 1, LENGTH]
+    for frames in (1, 12):
+        batch = collected(SyncDataCollector(env, frames_per_batch=2 * frames, total_frames=24))
+        assert wrong_rows(batch, lengths) == []
+    for one in (env, TransformedEnv(env, StepCounter())):
+        assert wrong_rows(one.rollout(12, break_when_any_done=False), lengths) == []
+
+
+@pytest.mark.parametrize("method", ["step", "_step", "reset", "_reset"])
+@pytest.mark.parametrize("env", ["single", "serial", "sync by name", "tensors", "transforms of batches"])
+def test_methods_of_the_object_itself_are_called_and_their_results_copied(env, method):
+    env, calls = ENVIRONMENTS[env](), []
+    given, kept = getattr(env, method), {}
+
+    def called(*args, **kwargs):
+        calls.append(1)
+        td = given(*args, **kwargs)
+        new = td["next"] if method == "step" else td
+        for key, value in new.items():
+            new[key] = kept.setdefault(key, value).copy_(value)
+        return td
+
+    setattr(env, method, called)
+    n = env.batch_size.numel()
+    assert wrong_rows(collected(SyncDataCollector(env, frames_per_batch=n * 8, total_frames=n * 8))) == []
+    assert len(calls) > 1
+
+
+@pytest.mark.parametrize("frames", [1, 40])
+@pytest.mark.parametrize("env", ["single", "serial", "tensors"])
+def test_state_of_a_policy_that_is_called_between_two_batches_goes_on(env, frames):
+    env, policy = ENVIRONMENTS[env](), policies("tensordicts")
+    rows, batches = env.batch_size.numel() * frames, []
+    for batch in SyncDataCollector(env, policy, frames_per_batch=rows, total_frames=2 * rows):
+        batches.append(batch.clone())
+        policy(batch[..., 0].select("observation", "done", "memory").apply(lambda value: torch.full_like(value, 7)))
+    assert wrong_rows(torch.cat(batches, -1)) == []
+
+
+def test_lives_in_an_array_are_those_of_each_step():
+    env = TransformedEnv(single(), EndOfLifeTransform(eol_attribute="unwrapped.count", lives_key="count"))
+    assert wrong_rows(collected(SyncDataCollector(env, frames_per_batch=12, total_frames=12))) == []
+
+
+def test_given_actions_stay_as_they_are():
+    action, whole = torch.full((1,), 0.5), TensorDict({"action": torch.full((1,), 0.5)})
+    for given in (action, whole, action.numpy()):
+        batch = ReusingTensors().rollout(2, actions=[given] * 2)  # which writes into its actions
+        assert batch["action"].tolist() == [[0.5], [0.5]]
+    assert action == 0.5
+    assert whole["action"] == 0.5

@@ -6,6 +6,7 @@ reward is the first number after the step. So each row says itself whether it is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -36,11 +37,15 @@ class ReusingEnv(gym.Env):
         self.reward, self.reward_tensor, self.reward_list = np.zeros(1), torch.zeros(1), [0.0]
         self.flags = np.zeros(2, np.bool_)
         self.info = {"mark": np.zeros(1)}
+        self.lives = np.zeros((), np.int64)
 
     def _shown(self, action: float) -> Any:
         self.array[:] = 1000 * self.episode + self.t, action
-        self.info["mark"][:] = self.array[0]
+        self.info["mark"][:] = self.lives[...] = self.array[0]
         return {"a": self.array, "b": (self.array,)} if self.nested else self.array
+
+    def count(self) -> Any:
+        return self.lives
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -105,6 +110,24 @@ class ReusingTensors(EnvBase):
 
     def _set_seed(self, seed: int) -> None:
         pass
+
+
+class UnevenTensors(ReusingTensors):
+    """Two, whose episodes have different lengths; a reset writes into all that it gets, the mask, too."""
+
+    def __init__(self, torchrl_form: bool = True) -> None:
+        super().__init__((2,), torchrl_form)
+
+    def _reset(self, given: Any = None, **kwargs: Any) -> TensorDict:
+        fresh = super()._reset(given, **kwargs)
+        for entry in given.values() if isinstance(given, TensorDict) else () if given is None else (given,):
+            entry.fill_(1)
+        return fresh
+
+    def _step(self, td: TensorDict) -> TensorDict:
+        state = super()._step(td)
+        state["done"][0].logical_or_(state["observation"][0, :1] % 1000 == LENGTH - 1)
+        return state
 
 
 class OwnSteps(ReusingTensors):
@@ -175,7 +198,10 @@ class ReusingPolicy(nn.Module):
         return self.kept
 
     def on_tensordicts(self, td: Any) -> Any:
-        """The same for TensorDicts; it also writes into flags, and into a state that it hands on from step to step."""
+        """The same for TensorDicts; it also writes into flags, and into states that it hands on from step to step.
+
+        It changes `acts`, of its own, in place.
+        """
         key = "observation" if "observation" in td.keys() else "a"
         count = td[key][..., :1].clone()
         action, value = self(td[key])
@@ -185,12 +211,17 @@ class ReusingPolicy(nn.Module):
         before = td.get("memory", torch.zeros_like(count)).clone()
         self.memory.copy_(torch.where(begins, torch.ones_like(count), before + 1))
         td["done"].fill_(True)
+        if "acts" in td.keys():
+            td["acts"].add_(1)
+        else:
+            td["acts"] = torch.ones_like(count)
         return td.update({"action": action, "value": value, "memory": before, "next": {"memory": self.memory}})
 
 
-def wrong_rows(batch: Any) -> list[str]:
-    """What is wrong in the rows of a batch `[*, time]`, in words."""
+def wrong_rows(batch: Any, lengths: Sequence[int] = ()) -> list[str]:
+    """What is wrong in the rows of a batch `[*, time]`, in words; `lengths`: of the episodes of each environment."""
     found = []
+    lengths = np.repeat(lengths or [LENGTH], batch.shape[-1] if lengths else batch.numel())
     for i, row in enumerate(batch.reshape(-1).unbind(0)):
         pairs = [(key, ("next", *(key if isinstance(key, tuple) else (key,)))) for key in _observations(row)]
         assert pairs
@@ -201,13 +232,14 @@ def wrong_rows(batch: Any) -> list[str]:
                 found.append(f"row {i}, {key}: {row[key].tolist()}, then {row[following].tolist()}")
             if not torch.isclose(row[following][1], row["action"][0]):
                 found.append(f"row {i}: action {row['action'].tolist()}, and {row[following].tolist()} shows it")
-        if before % 1000 >= LENGTH or row["next", "reward"] != after:
+        if before % 1000 >= lengths[i] or row["next", "reward"] != after:
             found.append(f"row {i}: step {before}, reward {row['next', 'reward'].tolist()}")
-        if bool(row["next", "done"]) != (after % 1000 == LENGTH) or bool(row["done"]):
+        if bool(row["next", "done"]) != (after % 1000 == lengths[i]) or bool(row["done"]):
             found.append(f"row {i}: step {before}, done {bool(row['done'])}, then {bool(row['next', 'done'])}")
         expected = {
             "value": (before + 0.5, None),
             "memory": (before % 1000, after % 1000),
+            "acts": (before % 1000 + 1, None),
             "count": (before, after),
             "mark": (before, after),
         }

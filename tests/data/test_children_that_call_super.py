@@ -15,8 +15,10 @@ from tensordict import TensorDict
 import engram.data
 from contracts.each import each
 from contracts.pairwise import pairwise_product
+from contracts.reused_memory import ReusingTensors
 from contracts.super_children import FIRST_KEYS, Parts, assert_same, child_of, layered_child_of, overridable, steps
 from engram import transforms
+from engram.collectors import SyncDataCollector
 from engram.data import (
     CompressedListStorage,
     ImmutableDatasetWriter,
@@ -47,6 +49,7 @@ from engram.data import (
     Writer,
     WriterEnsemble,
 )
+from engram.envs import TransformedEnv
 from law.world import difference, frozen
 
 
@@ -332,3 +335,32 @@ def test_ensemble_of_children_behaves_as_one_of_their_parents(form):
         return child_of(kind, names) if names else kind
 
     assert difference(batches(lambda kind: kind), batches(child)) is None
+
+
+#: What makes transforms that work in environments; those in `TRANSFORMS` have the keys of buffers.
+IN_ENVIRONMENTS = {
+    "CatFrames": lambda cls: cls(2, -1, in_keys=["observation"], out_keys=["frames"]),
+    "ClipTransform": lambda cls: cls(in_keys=["observation", "reward"], low=-1.0, high=3.0),
+    "ObservationNorm": lambda cls: cls(loc=1.0, scale=2.0, in_keys=["observation", ("next", "observation")]),
+    "RewardClipping": lambda cls: cls(0.0, 2.0),
+    "RewardScaling": lambda cls: cls(1.0, 2.0),
+    "RewardSum": lambda cls: cls(),
+    "SignTransform": lambda cls: cls(in_keys=["reward"]),
+    "StepCounter": lambda cls: cls(max_steps=2),
+    "VecNorm": lambda cls: cls(in_keys=["observation", "reward"]),
+}
+
+
+@pytest.mark.parametrize("name", IN_ENVIRONMENTS)
+def test_child_of_a_transform_behaves_as_its_parent_in_an_environment(name):
+    kind = getattr(transforms, name)
+
+    def steps_with(cls: Any) -> Any:
+        env = TransformedEnv(ReusingTensors((2,)), IN_ENVIRONMENTS[name](cls))
+        torch.manual_seed(0)
+        collector = SyncDataCollector(env, frames_per_batch=12, total_frames=24)
+        return frozen([env.rollout(7, break_when_any_done=False), *(batch.clone() for batch in collector)])
+
+    given = steps_with(kind)
+    for form in ("forward", "_call", "_reset", "_step", "_apply_transform", "deferred"):
+        assert difference(given, steps_with(child_of(kind, [form]))) is None, form

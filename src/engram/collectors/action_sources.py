@@ -326,13 +326,12 @@ class TensorDictActions(ActionSource):
             self._carried = carried = self._without(carried, self._ended)
             self._ended = None
         flags = dict.fromkeys(FLAGS, next(self._unset))
-        if isinstance(carried, dict):  # in copies: it may write into what it gave, and that may be stored once more
-            carried = {key: value.clone() for key, value in carried.items()}
+        if isinstance(carried, dict):
             if self._has_flat_keys:
                 return self._input.filled({**carried, **{key: row(t) for key, row in rows.items()}, **flags})
             td = TensorDict(carried, self._batch_size, device=self._device)
         else:
-            td = carried.clone()
+            td = carried
         for key, row in rows.items():
             td.set(key, row(t))
         return td.update(flags)
@@ -359,12 +358,14 @@ class TensorDictActions(ActionSource):
                 carried = {**outputs, **dict(following.items())}
                 del carried["next"]
             if all(type(value) is Tensor for value in carried.values()):
-                self._carried = carried
+                is_read = self._has_next or self._read is None or not self._read.isdisjoint(carried)
+                # In copies: other calls of the policy, between two batches, may write into what it gave.
+                self._carried = {key: value.clone() for key, value in carried.items()} if is_read else carried
                 return
             outputs = TensorDict(outputs, self._batch_size, device=self._device)
         nested = outputs.get("next", None)
-        rest = outputs.exclude("next").copy()
-        self._carried = rest if nested is None else rest.update(nested.copy())
+        rest = outputs.exclude("next").clone()
+        self._carried = rest if nested is None else rest.update(nested.clone())
 
     def _store(self, out: TensorDictBase) -> dict[str, Any] | TensorDictBase:
         """Stores what the policy wrote besides the action, and returns it: its entries where `out` is as its input."""

@@ -19,6 +19,7 @@ from engram.envs.base import (
     EnvBase,
     FrameQueue,
     StepRecord,
+    given_entries,
     lost_episodes,
     own_reset,
     reset_where,
@@ -120,7 +121,7 @@ class TensorDictRollout:
         self.is_random = False  # whatever the policy: the environment may hold one
         self.steps_way = StepsWay("tensordicts", "the environment is stepped through its TensorDict interface")
         self._env = env if clock is None else TimedEnv(env, clock, 0)
-        self._is_own = returns_own_tensors(env)
+        self._is_own, self._given = returns_own_tensors(env), given_entries(env)
         self._tags = tags
         self._policy, self._weights = policy, tags.weights
         self._random = random_policy(env)
@@ -173,7 +174,7 @@ class TensorDictRollout:
     def _step(self, number: int, *, is_random: bool) -> tuple[TensorDictBase, int]:
         """Makes a step of the batch; returns it, and the version of the policy that acted."""
         is_first = self._state is None
-        record = StepRecord(self._ready_state())
+        record = StepRecord(self._ready_state(), self._given)
         acted, version = self._with_action(record.shown, number, is_random=is_random)
         record.add_outputs(acted)
         td = record.of(self._env.step(acted), is_own=self._is_own)

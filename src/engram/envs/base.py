@@ -14,15 +14,23 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
-from engram._checks import count
+from engram._checks import attribute, count
 from engram._native import take_frames
+from engram._overrides import overrides
 from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
-from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
+from engram.envs.policies import (
+    FLAGS,
+    RecordedActions,
+    as_policy,
+    observation_keys,
+    on_device_of,
+    written_actions,
+)
 from engram.envs.torchrl import as_torchrl_env
-from engram.pytree import Key, as_keys, key_path
+from engram.pytree import Key, KeyPath, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
@@ -88,7 +96,7 @@ def reset_where(env: Any, td: TensorDictBase, mask: Tensor) -> TensorDictBase:
 
     All other entries become zero there, so that a policy's hidden state does not carry over to the next trajectory.
     """
-    fresh = own_reset(env, td.clone().set("_reset", mask))  # a clone: the reset may write into it
+    fresh = own_reset(env, td.clone().set("_reset", mask.clone()))  # clones: the reset may write into them
     return zero_where(mask, td).update(fresh.exclude("_reset"))
 
 
@@ -208,38 +216,48 @@ class StepRecord:
     """One step as a batch stores it, while a policy acts and an environment steps.
 
     Policies and environments may write into the tensors that they get, and, at the next step, into those that they gave
-    (a network's output buffer, a simulator's state). So the policy gets copies of the state, `shown`; what it writes is
-    copied before the environment runs; and what was handed out is stored as it was.
+    (a network's output buffer, a simulator's state). So the policy gets copies of the state, `shown`. What the
+    environment gave (`given`, see `given_entries`) is stored as it was then; all else is the policy's, such as a count
+    that it adds to in place, and is copied after its call, before the environment runs.
 
     >>> from tensordict import TensorDict
-    >>> record = StepRecord(TensorDict({"obs": torch.zeros(1)}))
+    >>> record = StepRecord(TensorDict({"obs": torch.zeros(1), "count": torch.zeros(1)}), frozenset([("obs",)]))
     >>> acted = record.shown.set("action", torch.zeros(1))
-    >>> record.add_outputs(acted)
     >>> acted["obs"] += 1
+    >>> acted["count"] += 1
+    >>> record.add_outputs(acted)
     >>> acted["action"] += 1
     >>> stored = record.of(acted.set("next", TensorDict({"obs": acted["obs"].clone()})), is_own=True)
-    >>> stored["obs"], stored["action"], stored["next", "obs"]
-    (tensor([0.]), tensor([0.]), tensor([1.]))
+    >>> stored["obs"], stored["count"], stored["action"], stored["next", "obs"]
+    (tensor([0.]), tensor([1.]), tensor([0.]), tensor([1.]))
     """
 
-    def __init__(self, state: TensorDictBase) -> None:
-        self._stored: dict[int, tuple[Any, Any]] = {}  # by id: an entry that others hold, and the one to store
+    def __init__(self, state: TensorDictBase, given: frozenset[KeyPath] | None) -> None:
+        self._given = given
+        # By id: an entry that others hold, and the one to store.
+        self._handed: dict[int, tuple[Any, Any]] = {}
+        self._outputs: dict[int, tuple[Any, Any]] = {}
         self.shown = _with_entries(state, self._handed_out)
 
-    def _handed_out(self, entry: Any) -> Any:
+    def _handed_out(self, path: KeyPath, entry: Any) -> Any:
         copy = entry.clone()
-        self._stored[id(copy)] = copy, entry
+        self._handed[id(copy)] = copy, entry
         return copy
 
-    def add_outputs(self, acted: TensorDictBase) -> None:
-        """Copies the entries that a policy has set in `shown`, or returned beside those."""
-        for entry in _entries(acted):
-            self._copied(entry)
+    def _is_given(self, path: KeyPath) -> bool:
+        return self._given is None or path in self._given
 
-    def _copied(self, entry: Any) -> Any:
-        found = self._stored.get(id(entry))
+    def add_outputs(self, acted: TensorDictBase) -> None:
+        """Copies what the policy wrote: entries that it has set in `shown`, changed there, or returned beside those."""
+        for path, entry in _entries(acted):
+            if not self._is_given(path) or id(entry) not in self._handed:
+                self._copied(path, entry)
+
+    def _copied(self, path: KeyPath, entry: Any) -> Any:
+        found = self._handed.get(id(entry)) if self._is_given(path) else None
+        found = found or self._outputs.get(id(entry))
         if found is None:
-            found = self._stored[id(entry)] = entry, entry.clone()
+            found = self._outputs[id(entry)] = entry, entry.clone()
         return found[1]
 
     def of(self, stepped: TensorDictBase, *, is_own: bool) -> TensorDictBase:
@@ -247,44 +265,70 @@ class StepRecord:
         stored = _with_entries(stepped, self._copied, without="next")
         return stored.set("next", _with_entries(stepped.get("next"), self._known if is_own else self._copied))
 
-    def _known(self, entry: Any) -> Any:
-        found = self._stored.get(id(entry))
+    def _known(self, path: KeyPath, entry: Any) -> Any:
+        found = self._outputs.get(id(entry)) or self._handed.get(id(entry))
         return entry if found is None else found[1]
 
 
-def _with_entries(td: TensorDictBase, function: Callable[[Any], Any], *, without: str | None = None) -> TensorDictBase:
-    """A TensorDict with `function` of each entry, those of nested TensorDicts included, but for one at the root."""
-    if type(td) is not TensorDict:  # a lazy stack, a tensorclass
-        return (td if without is None else td.exclude(without)).apply(function)
+def given_entries(env: Any) -> frozenset[KeyPath] | None:
+    """The paths of the entries of the state that an environment of any library gives, by its specs.
+
+    None: it has no specs of observations; all of the state then counts as given.
+    """
+    if attribute(env, "observation_spec") is None:
+        return None
+    others = [*(attribute(env, "done_keys") or ()), *(attribute(env, "state_keys") or ())]
+    keys = [*observation_keys(env), *FLAGS, *others]
+    return frozenset([(IDLE,), *map(key_path, keys)])
+
+
+def _with_entries(
+    td: TensorDictBase, function: Callable[[KeyPath, Any], Any], *, without: str | None = None, above: KeyPath = ()
+) -> TensorDictBase:
+    """A TensorDict with `function` of each entry and its path, those of nested TensorDicts included.
+
+    `without` is an entry at the root that is left out.
+    """
+    if isinstance(td, LazyStackedTensorDict):
+        members = td.tensordicts if without is None else [member.exclude(without) for member in td.tensordicts]
+        parts = [_with_entries(member, function, above=above) for member in members]
+        return LazyStackedTensorDict(*parts, stack_dim=td.stack_dim)
+    if type(td) is not TensorDict:  # a tensorclass
+        return (td if without is None else td.exclude(without)).apply(functools.partial(function, above))
     entries = {
-        key: _with_entries(entry, function) if isinstance(entry, TensorDictBase) else function(entry)
+        key: _with_entries(entry, function, above=(*above, key))
+        if isinstance(entry, TensorDictBase)
+        else function((*above, key), entry)
         for key, entry in td.items()
         if key != without
     }
     return tensordict_of(entries, td.batch_size, device=td.device)
 
 
-def _entries(td: TensorDictBase) -> Iterator[Any]:
-    """All entries that are no TensorDicts."""
-    members = td.tensordicts if isinstance(td, LazyStackedTensorDict) else td.values()
-    for entry in members:
+def _entries(td: TensorDictBase, above: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """All entries that are no TensorDicts, with their paths; the number of a stack's member is not part of them."""
+    if isinstance(td, LazyStackedTensorDict):
+        for member in td.tensordicts:
+            yield from _entries(member, above)
+        return
+    for key, entry in td.items():
         if isinstance(entry, TensorDictBase):
-            yield from _entries(entry)
+            yield from _entries(entry, (*above, key))
         else:
-            yield entry
+            yield (*above, key), entry
 
 
-def _clone(entry: Any) -> Any:
+def _clone(path: KeyPath, entry: Any) -> Any:
     return entry.clone()
 
 
 def returns_own_tensors(env: Any) -> bool:
     """Whether `env` does not write into the tensors that its steps and resets have returned.
 
-    False for environments of other libraries, and where a subclass of a user's has another `step` or `reset`: they may
-    return the tensors in which they keep their state.
+    False for environments of other libraries, and where a subclass of a user's, or the object, has another `step` or
+    `reset`: they may return the tensors in which they keep their state.
     """
-    return isinstance(env, EnvBase) and _are_of_engram(type(env), ("step", "reset"))
+    return isinstance(env, EnvBase) and has_methods_of_engram(env, "step", "reset")
 
 
 def own_reset(env: Any, td: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -297,6 +341,24 @@ def own_next(env: Any, td: TensorDictBase) -> TensorDictBase:
     """The entries under `"next"` after a step, in tensors that `env` does not write into later."""
     following: TensorDictBase = env.step(td).get("next")
     return following if returns_own_tensors(env) else following.clone()
+
+
+def has_methods_of_engram(env: EnvBase, *methods: str) -> bool:
+    """Whether these methods are those of a class of the library: not a subclass's of a user's, nor the object's own."""
+    return vars(env).keys().isdisjoint(methods) and _are_of_engram(type(env), methods)
+
+
+def steps_as(env: EnvBase, kind: type) -> bool:
+    """Whether `env` is stepped and reset by the methods of a class: no subclass, and no object, has others."""
+    return _changed_methods(type(env), kind).isdisjoint(_OF_STEPS) and vars(env).keys().isdisjoint(_OF_STEPS)
+
+
+_OF_STEPS = ("_step", "_reset", "step", "reset")
+
+
+@functools.lru_cache(maxsize=256)
+def _changed_methods(own: type, kind: type) -> frozenset[str]:
+    return overrides(own, kind)
 
 
 @functools.lru_cache(maxsize=256)
@@ -728,8 +790,13 @@ class EnvBase(nn.Module, HasSpaces):
             self.start()
             td = None if td is None else td.exclude("_reset")
         mask = None if td is None else td.get("_reset", None)
-        fresh = self._with_flags(self._reset_from(td, mask, kwargs))
-        return fresh if td is None or mask is None or bool(mask.all()) else merge_where(mask, fresh, td)
+        if td is None or mask is None:
+            return self._with_flags(self._reset_from(td, mask, kwargs))
+        given = td
+        if not has_methods_of_engram(self, "_reset"):  # a subclass may write into what it gets
+            given = td.clone() if self._reads_state() else td.copy().set("_reset", mask.clone())
+        fresh = self._with_flags(self._reset_from(given, given.get("_reset"), kwargs))
+        return fresh if bool(mask.all()) else merge_where(mask, fresh, td)
 
     def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
         """The part of the caller's TensorDict that a reset gets."""
@@ -752,7 +819,7 @@ class EnvBase(nn.Module, HasSpaces):
 
     def _own_result(self, td: TensorDictBase) -> TensorDictBase:
         """What `_step` or `_reset` returned, in tensors that a subclass does not write into later."""
-        return td if _are_of_engram(type(self), ("_step", "_reset")) else td.clone()
+        return td if has_methods_of_engram(self, "_step", "_reset") else td.clone()
 
     def _reads_state(self) -> bool:
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
@@ -977,10 +1044,10 @@ class EnvBase(nn.Module, HasSpaces):
         state = {} if set_state is None else {"set_state": set_state}
         td = tensordict if begins_here else self.reset(tensordict, **state)
         assert td is not None
-        frames, following = FrameQueue(td.batch_size), step_mdp_of(self)
+        frames, following, given = FrameQueue(td.batch_size), step_mdp_of(self), given_entries(self)
         have_ended, ended = torch.zeros((), dtype=torch.bool), None
         while True:
-            record = StepRecord(td)
+            record = StepRecord(td, given)
             acted = act(record.shown)
             record.add_outputs(acted)
             stepped = record.of(self.step(acted), is_own=returns_own_tensors(self))

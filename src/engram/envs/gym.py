@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram._checks import count, count_or_none
-from engram.envs.base import EnvBase
+from engram.envs.base import EnvBase, steps_as
 from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, HasEngines, InfoKeys, VectorEngine
 from engram.envs.vector_env import VectorStepper
@@ -182,11 +182,7 @@ class GymEnv(EnvBase, HasEngines):
         return [self._stepper.engine]
 
     def _has_raw_steps(self) -> bool:
-        return not self._has_own_steps() and not self._stepper.engine.reward_shape
-
-    def _has_own_steps(self) -> bool:
-        cls = type(self)
-        return (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
+        return steps_as(self, GymEnv) and not self._stepper.engine.reward_shape
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine that steps several environments, for collectors; None in the same cases as `engines`."""
@@ -210,7 +206,7 @@ class GymEnv(EnvBase, HasEngines):
         return TensorDict(self._stepper.step(td), batch_size=self.batch_size, device=self.device)
 
     def _check_values(self, td: TensorDictBase) -> None:
-        if self._has_own_steps():  # otherwise the engine has checked the raw values
+        if not steps_as(self, GymEnv):  # otherwise the engine has checked the raw values
             super()._check_values(td)
 
     def _set_seed(self, seed: int) -> None:
@@ -254,9 +250,6 @@ def _make_vector(
 
     env = gym_make.make_vector(name_or_env, num_envs, dict(kwargs), **wrappers)
     return VectorStepper(gym_make.vector_engine(env, **codecs))
-
-
-_UNCHANGED_METHODS = (GymEnv._step, GymEnv._reset, GymEnv.step, GymEnv.reset)
 
 
 class SingleStepper:

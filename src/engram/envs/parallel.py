@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram._checks import count
-from engram.envs.base import EnvBase, mark_truncated
+from engram.envs.base import EnvBase, mark_truncated, steps_as
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, nest_like, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, HasEngines, VectorEngine, VectorStep
 from engram.envs.from_torchrl import as_env
@@ -802,9 +802,7 @@ class ParallelEnv(EnvBase):
 
     def vector_engine(self) -> VectorEngine | None:
         """The engine of gymnasium environments; None for other kinds, and if a subclass has changed steps."""
-        cls = type(self)
-        is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
-        if is_changed:
+        if not steps_as(self, ParallelEnv):
             return None
         self.start()
         return self._stepper.engine
@@ -860,7 +858,6 @@ class ParallelEnv(EnvBase):
 
 
 _OF_SERIAL_ENV = {"create_env_fn", "create_env_kwargs", "make_env", "device"}
-_UNCHANGED_METHODS = (ParallelEnv._step, ParallelEnv._reset, ParallelEnv.step, ParallelEnv.reset)
 
 
 class _EnvDescription(NamedTuple):

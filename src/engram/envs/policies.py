@@ -459,7 +459,7 @@ class RecordedActions:
         action = self._actions[self._taken]
         self._taken += 1
         if isinstance(action, TensorDictBase):
-            return td.update(action.select(*self._specs, strict=False))
+            return td.update(action.select(*self._specs, strict=False).clone())  # the environment may write into it
         if len(self._specs) != 1:
             raise ValueError(
                 f"there are several actions, {list(self._specs)}: give a TensorDict with them for each step"
@@ -469,7 +469,7 @@ class RecordedActions:
             action = torch.as_tensor(action)
             if action.is_floating_point() == spec.dtype.is_floating_point:
                 action = action.to(spec.dtype)
-        return td.set(key, action if td.device is None else action.to(td.device))
+        return td.set(key, action.to(td.device or action.device, copy=True))
 
 
 def on_device_of(policy: Any, act: TensorDictPolicy) -> TensorDictPolicy:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engram._advice import advised
 from engram._checks import count
-from engram.envs.base import SPEC_NAMES, EnvBase, own_next, own_reset
+from engram.envs.base import SPEC_NAMES, EnvBase, own_next, own_reset, steps_as
 from engram.envs.engines import GymEngine, HasEngines
 from engram.envs.from_torchrl import as_env
 from engram.processes.timeouts import reject_timeout
@@ -78,7 +78,7 @@ class SerialEnv(EnvBase, HasEngines):
         """The engines that step with raw values, for collectors; None unless all are single gymnasium environments."""
         self.start()
         members: list[Any] = [env.engines() if isinstance(env, HasEngines) else None for env in self._envs]
-        if type(self) is not SerialEnv or len(self.batch_size) != 1 or None in members:
+        if type(self) is not SerialEnv or not steps_as(self, SerialEnv) or len(self.batch_size) != 1 or None in members:
             return None
         engines: list[GymEngine] = [engine for member in members for engine in member]
         return engines if all(engine.has_spaces_of(engines[0]) for engine in engines) else None

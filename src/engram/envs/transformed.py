@@ -12,7 +12,7 @@ from torch import Tensor
 from engram import _forms as forms
 from engram._advice import advised
 from engram._copies import PartlyCopied
-from engram.envs.base import EnvBase, own_next, own_reset
+from engram.envs.base import EnvBase, own_next, own_reset, steps_as
 from engram.envs.from_torchrl import as_env
 from engram.errors import CheckpointMisfitError
 from engram.pytree import Key
@@ -269,8 +269,7 @@ class TransformedEnv(PartlyCopied, EnvBase):
 
         None if a subclass has changed steps.
         """
-        cls = type(self)
-        return None if (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS else list(self._parts)
+        return list(self._parts) if steps_as(self, TransformedEnv) else None
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
         return self._base.set_seed(seed, static_seed)
@@ -351,7 +350,6 @@ class TransformedEnv(PartlyCopied, EnvBase):
 
 
 _STATE = forms.record({}, {"base_env": forms.record({})})
-_UNCHANGED_METHODS = (TransformedEnv._step, TransformedEnv._reset, TransformedEnv.step, TransformedEnv.reset)
 
 
 def _as_list(transform: Any) -> list[Transform]:

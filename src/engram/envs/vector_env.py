@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
-from engram.envs.base import EnvBase
+from engram.envs.base import EnvBase, steps_as
 from engram.envs.codecs import flag_row, narrow_rewards, reward_row, reward_vector
 from engram.envs.engines import (
     Array,
@@ -180,9 +180,8 @@ class VectorEnv(EnvBase):
 
         None if a subclass has changed steps, or for vector rewards, which only the TensorDict interface supports.
         """
-        cls = type(self)
-        is_changed = (cls._step, cls._reset, cls.step, cls.reset) != _UNCHANGED_METHODS
-        return None if is_changed or self._stepper.engine.reward_shape else self._stepper.engine
+        is_raw = steps_as(self, VectorEnv) and not self._stepper.engine.reward_shape
+        return self._stepper.engine if is_raw else None
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         return TensorDict(self._stepper.reset(mask), batch_size=self.batch_size, device=self.device)
@@ -198,9 +197,6 @@ class VectorEnv(EnvBase):
 
     def _close(self) -> None:
         self._stepper.engine.close()
-
-
-_UNCHANGED_METHODS = (VectorEnv._step, VectorEnv._reset, VectorEnv.step, VectorEnv.reset)
 
 
 def _column(values: Array) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 import warnings
 import weakref
 from collections import OrderedDict, deque
@@ -54,6 +55,18 @@ Self = TypeVar("Self", bound="Transform")
 # The environment that contains each transform, and its object there (itself or a copy). Not attributes, as copies and
 # pickles of a transform belong to no environment.
 _CONTAINERS: weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+class _Stepped(threading.local):
+    """The transform whose `forward` a subclass has changed and this thread calls for a reset or step of an environment.
+
+    `Transform.forward` then takes the keys that are there, as without that subclass: a reset has no reward.
+    """
+
+    transform: Any = None
+
+
+_STEPPED = _Stepped()
 
 
 class TransformStep(NamedTuple):
@@ -772,7 +785,10 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """
         if type(batch) is list:
             return [self.forward(item) for item in batch]
-        if "_call" in self._overrides and "forward" not in self._overrides:
+        if "forward" in self._overrides:
+            if _STEPPED.transform is self:
+                return self._by_key(batch)
+        elif "_call" in self._overrides:
             return self._call(batch)  # a subclass written for environments
         for source, target in self._pairs(batch):
             if self.missing_tolerance and get_tensor(batch, source) is None:
@@ -829,7 +845,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     # ---- environments ----
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        return self.forward(td) if "forward" in self._overrides else self._by_key(td)
+        if "forward" not in self._overrides:
+            return self._by_key(td)
+        outer, _STEPPED.transform = _STEPPED.transform, self
+        try:
+            result: TensorDictBase = self.forward(td)
+            return result
+        finally:
+            _STEPPED.transform = outer
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         return self._inv_by_key(td) if self._inverts_by_call else self.inv(td)

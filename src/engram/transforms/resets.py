@@ -132,7 +132,7 @@ class EndOfLifeTransform(Transform, built_in=True, never_saved=("eol_attribute",
     def _count(self, like: TensorDictBase) -> Tensor:
         """The lives of each environment, int64 `[*batch]`."""
         try:
-            lives = torch.as_tensor(self.parent.call_below(self.eol_attribute), dtype=torch.int64)
+            lives = torch.as_tensor(self.parent.call_below(self.eol_attribute)).to(torch.int64, copy=True)
         except AttributeError as error:
             raise TypeError(
                 f"EndOfLifeTransform counts lives by {self.eol_attribute}(), which this environment does not have "
