@@ -154,7 +154,7 @@ class TestStepsThatAreNamedTwice:
         for index, values in ([[1, 1], steps(0, 3)], [[1, 1, 4, 4], steps(0, 3)], [[1, 1], list(steps(0, 3))]):
             with pytest.raises(ValueError, match=f"{len(index)} steps are indexed, the values have 3; nothing"):
                 rb.storage[index] = values
-        with pytest.raises(TypeError, match="2 steps are indexed, found a int .5., which has no rows"):
+        with pytest.raises(TypeError, match=r"2 steps are indexed, the value is a int \(5\) without rows; nothing"):
             rb[[1, 1]] = 5
         assert self.numbers(rb) == [0, 1, 2, 3]
 
@@ -175,7 +175,9 @@ class TestIndicesOfSeveralDimensions:
         rb.extend(TensorDict({"x": torch.arange(6).reshape(2, 3)}, [2, 3]))
         return rb
 
-    @pytest.mark.parametrize("index", [(0, slice(1, 2)), (0, 1), (slice(None), slice(1, 2)), (slice(None), 1), (1,), (...,)])
+    @pytest.mark.parametrize(
+        "index", [(0, slice(1, 2)), (0, 1), (slice(None), slice(1, 2)), (slice(None), 1), (1,), (...,)]
+    )
     def test_what_is_read_at_an_index_is_written_there(self, rb, index):
         rb[index] = rb[index].apply(lambda x: x + 10)
         changed = torch.zeros(2, 3, dtype=torch.int64)

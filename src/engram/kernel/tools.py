@@ -7,6 +7,7 @@ from engram._system import (
     human_bytes,
     open_regular,
     parse_bytes,
+    user_path,
 )
 from engram._text import log, visible, warn_user
 
@@ -18,6 +19,7 @@ __all__ = [
     "log",
     "open_regular",
     "parse_bytes",
+    "user_path",
     "visible",
     "warn_user",
 ]

@@ -35,7 +35,7 @@ from engram.interop.torchrl.files import (
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
 from engram.kernel.disk import Checkpoint
 from engram.kernel.rows import Receiver
-from engram.kernel.tools import visible
+from engram.kernel.tools import user_path, visible
 from engram.pytree import KeyPath
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ _GENERATOR, _LARGEST_STATE = "rng_state", 1 << 16
 
 def is_torchrl(path: str | os.PathLike[str]) -> bool:
     """Whether TorchRL's `dumps` of a buffer or a storage wrote this directory; False where engram's did."""
-    here = os.fspath(path)
+    here = os.fspath(user_path(path))
     if not os.path.isdir(here) or Checkpoint(here).has_pointer():
         return False
     storage = os.path.join(here, _STORAGE)
@@ -82,7 +82,7 @@ def open_torchrl(path: str | os.PathLike[str], receiver: Receiver | None = None)
         CorruptCheckpointError: it cannot be what was saved; the message names the file.
     """
     with ExitStack() as stack:
-        yield TorchrlDirectory(Folder(os.path.abspath(os.fspath(path)), stack), stack, receiver)
+        yield TorchrlDirectory(Folder(os.path.abspath(user_path(path)), stack), stack, receiver)
 
 
 class TorchrlDirectory:

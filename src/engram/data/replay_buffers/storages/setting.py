@@ -74,9 +74,9 @@ class RowSetter:
         if bool(stored.all()) and not as_new:
             return None
         rows = table.for_steps(data, len(steps), is_one(index))
-        if bool(stored.any()) or not torch.equal(steps, following):  # not round the ring more than once
-            if (last := last_of_each(steps)) is not None:
-                steps, stored, rows = steps[last], stored[last], pytree.select_rows(rows, last)
+        goes_round = not bool(stored.any()) and torch.equal(steps, following)  # and may come to a step again
+        if not goes_round and (last := last_of_each(steps)) is not None:
+            steps, stored, rows = steps[last], stored[last], pytree.select_rows(rows, last)
         new = steps[~stored]
         differs = new != following[: len(new)]
         if bool(differs.any()):
