@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,14 +41,24 @@ from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import IN_BUFFERS, WriteRequest, mark_rows, warn_if_idle
 from engram.kernel.rows import RowLayout
-from engram.kernel.tools import warn_user
+from engram.kernel.tools import ReadAsMapping, warn_user
 
 _STINT = ", stint "  # in the name of a producer, before the number of its stint
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
 
 
-class ShardedStats(NamedTuple):
-    """The state of a buffer over shards in numbers; there may be more fields later.
+class _Counts(NamedTuple):
+    rows: int
+    capacity: int
+    writes: int
+    accepted: int
+    draws: int
+    unacknowledged: int
+    away: tuple[int, ...]
+
+
+class ShardedStats(ReadAsMapping, _Counts):  # type: ignore[misc]  # which reads by name what a tuple reads by number
+    """The state of a buffer over shards in numbers; there may be more fields later. Read as a mapping as `BufferStats`.
 
     Attributes:
         rows: stored steps, as far as shards that are away had told.
@@ -61,13 +71,17 @@ class ShardedStats(NamedTuple):
         away: numbers of the shards that do not answer.
     """
 
-    rows: int
-    capacity: int
-    writes: int
-    accepted: int
-    draws: int
-    unacknowledged: int
-    away: tuple[int, ...]
+    _derived: ClassVar[tuple[str, ...]] = ("size", "write_count")
+
+    @property
+    def size(self) -> int:
+        """As `rows`."""
+        return self.rows
+
+    @property
+    def write_count(self) -> int:
+        """As `writes`."""
+        return self.writes
 
 
 class Timeouts(NamedTuple):

@@ -1,6 +1,7 @@
 """Files, memory, forms, texts and warnings, as all read, measure, check and say them here. Needs no torch."""
 
 from engram import _forms as forms
+from engram._figures import ReadAsMapping
 from engram._system import (
     check_memory,
     free_memory,
@@ -12,6 +13,7 @@ from engram._system import (
 from engram._text import log, visible, warn_user
 
 __all__ = [
+    "ReadAsMapping",
     "check_memory",
     "forms",
     "free_memory",

@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from torch._dynamo import trace_rules
 from typing_extensions import Self, TypedDict, TypeVar, Unpack
@@ -652,7 +652,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             if not one_dimension and not is_int(index):
                 rows = move_dim(rows, 0, self._parts.time_dim)
         if self._collate_fn is not None and not is_int(index):
-            rows = self._collate_fn(rows)
+            # A lazy stack of a list storage: the items, as batches are made of.
+            of_items = isinstance(rows, LazyStackedTensorDict) and self._storage.access.item_reader is not None
+            rows = self._collate_fn(rows.tensordicts if of_items else rows)
         return self._transform.read(rows) if self._transform.transforms else rows
 
     def __setitem__(self, index: Index, items: T | Data | Sequence[T | Data]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import Tensor
+from typing_extensions import Self
 
 import engram._native as _native
 from engram._checks import is_integer
@@ -33,12 +34,27 @@ if TYPE_CHECKING:
 class RandomSampler(Sampler, built_in=True):
     """Uniform over everything stored, with replacement.
 
+    Args:
+        replacement: False makes a `SamplerWithoutReplacement`, which takes the further arguments.
+
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=3)
         >>> _ = rb.extend(torch.arange(5))
         >>> rb.sample().shape
         torch.Size([3])
     """
+
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Self:
+        if replacement or cls is not RandomSampler:
+            return super().__new__(cls, *args, **settings)
+        compilable = dict(zip(("compilable",), args, strict=False))
+        return SamplerWithoutReplacement(**compilable, **settings)  # type: ignore[return-value]  # TorchRL's form
+
+    def __init__(self, compilable: bool = False, *, replacement: bool = True) -> None:
+        if not replacement:
+            kind = type(self).__name__
+            raise TypeError(f"a {kind} draws with replacement; one of SamplerWithoutReplacement does not")
+        super().__init__(compilable)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
