@@ -163,6 +163,7 @@ class SliceSampler(Sampler, built_in=True):
             by the end of its trajectory). With `span` one of all windows. A batch costs the same either way.
         compile, use_gpu, step_key: accepted, without effect: slices are drawn by native code, and steps of a trajectory
             are stored in their order. `fragmented` may be False.
+        rank: of several learners with one seed, which one this is: `dist.get_rank()`. Each draws other slices.
         replacement: False makes a `SliceSamplerWithoutReplacement`, which also takes `drop_last` and `shuffle`.
 
     Raises:
@@ -215,13 +216,16 @@ class SliceSampler(Sampler, built_in=True):
         weight: Weight = "trajectories",
         compilable: bool = False,
         replacement: bool = True,
+        rank: int = 0,
     ) -> None:
         if not replacement:
             raise TypeError(
                 f"a {type(self).__name__} draws with replacement; SliceSamplerWithoutReplacement gives each trajectory "
                 "once an epoch"
             )
-        Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
+        Sampler.__init__(
+            self, compilable, rank=rank
+        )  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         vars(self).pop("_rule", None)  # of settings that a child assigned before
@@ -632,12 +636,13 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         span: Cut | tuple[Cut, Cut] = False,
         slice_key: Key | None = None,
         compilable: bool = False,
+        rank: int = 0,
     ) -> None:
         SliceSampler.__init__(
             self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
             ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
             init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
-            compilable=compilable,
+            compilable=compilable, rank=rank,
         )  # fmt: skip
         self.storage_state = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True
