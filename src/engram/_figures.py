@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import ItemsView, KeysView, ValuesView
+from typing import Any
 
 
 class ReadAsMapping:
@@ -11,32 +12,37 @@ class ReadAsMapping:
     In a `for` loop, with numbers between brackets and unpacked it stays a tuple.
     """
 
-    _fields: ClassVar[tuple[str, ...]]
-    #: Properties that are read by name, too; those that are None are left out.
-    _derived: ClassVar[tuple[str, ...]] = ()
+    def _asdict(self) -> dict[str, Any]:
+        """By name, as every NamedTuple has it."""
+        return super()._asdict()  # type: ignore[misc,no-any-return]
 
-    def keys(self) -> tuple[str, ...]:
+    def by_name(self) -> dict[str, Any]:
+        """What the mapping has."""
+        return self._asdict()
+
+    def keys(self) -> KeysView[str]:
         """The names, in their order."""
-        return (*self._fields, *(name for name in self._derived if getattr(self, name) is not None))
+        return self.by_name().keys()
 
-    def values(self) -> tuple[Any, ...]:
+    def values(self) -> ValuesView[Any]:
         """The values, in the order of their names."""
-        return tuple(getattr(self, name) for name in self.keys())
+        return self.by_name().values()
 
-    def items(self) -> tuple[tuple[str, Any], ...]:
+    def items(self) -> ItemsView[str, Any]:
         """Each name with its value."""
-        return tuple(zip(self.keys(), self.values(), strict=True))
+        return self.by_name().items()
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a name; the default where there is no such name."""
-        return getattr(self, key) if key in self.keys() else default
+        return self.by_name().get(key, default)
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
             return super().__getitem__(key)  # type: ignore[misc]  # of the tuple
-        if key not in self.keys():
-            raise KeyError(f"there is no {key!r}, but {', '.join(self.keys())}")
-        return getattr(self, key)
+        mapping = self.by_name()
+        if key not in mapping:
+            raise KeyError(f"there is no {key!r}, but {', '.join(mapping)}")
+        return mapping[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self.keys() if isinstance(key, str) else super().__contains__(key)  # type: ignore[misc]
+        return key in self.by_name() if isinstance(key, str) else super().__contains__(key)  # type: ignore[misc]

@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class _Counts(NamedTuple):
     away: tuple[int, ...]
 
 
-class ShardedStats(ReadAsMapping, _Counts):  # type: ignore[misc]  # which reads by name what a tuple reads by number
+class ShardedStats(ReadAsMapping, _Counts):
     """The state of a buffer over shards in numbers; there may be more fields later. Read as a mapping as `BufferStats`.
 
     Attributes:
@@ -71,17 +71,9 @@ class ShardedStats(ReadAsMapping, _Counts):  # type: ignore[misc]  # which reads
         away: numbers of the shards that do not answer.
     """
 
-    _derived: ClassVar[tuple[str, ...]] = ("size", "write_count")
-
-    @property
-    def size(self) -> int:
-        """As `rows`."""
-        return self.rows
-
-    @property
-    def write_count(self) -> int:
-        """As `writes`."""
-        return self.writes
+    def by_name(self) -> dict[str, Any]:
+        """What the mapping has: the fields, and TorchRL's names."""
+        return {**self._asdict(), "size": self.rows, "write_count": self.writes}
 
 
 class Timeouts(NamedTuple):

@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
 from weakref import WeakMethod
@@ -24,7 +25,7 @@ from engram._arguments import BUILT_IN
 from engram._checks import is_integer
 from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state, refuse_what_stays
 from engram._generator import Generator, is_state
-from engram._system import set_state, state_of, user_path
+from engram._system import set_state, state_of
 from engram._text import warn_user
 from engram.checkpoint.protocols import StorageCheckpointerBase
 from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
@@ -1071,12 +1072,12 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             return handle
         # Batches that were prepared before the last writes are prepared again, here and where this is loaded.
         with self._parts.undisturbed(), self._storage.mutex:
-            return save_buffer(self._saved_form, user_path(path), keep_last)
+            return save_buffer(self._saved_form, Path(path), keep_last)
 
     def begin_dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1) -> SaveHandle:
         """As `dumps(path, blocking=False)`, but waits for no disk: why it cannot begin is an error of `result()`."""
         with self._parts.undisturbed(), self._storage.mutex:
-            return save_in_background(self._saved_form, user_path(path), keep_last)
+            return save_in_background(self._saved_form, Path(path), keep_last)
 
     def loads(
         self,
@@ -1108,7 +1109,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
                 ValueError, too.
         """
         with self._parts.undisturbed():
-            load_buffer(self._saved_form, user_path(path), snapshot, parts)
+            load_buffer(self._saved_form, Path(path), snapshot, parts)
 
     dump = save = dumps
     load = loads

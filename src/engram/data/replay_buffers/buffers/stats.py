@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from engram._figures import ReadAsMapping
 from engram._system import human_bytes
@@ -29,7 +29,7 @@ class _Counts(NamedTuple):
     compact: ObservationShares | None = None
 
 
-class BufferStats(ReadAsMapping, _Counts):  # type: ignore[misc]  # which reads by name what a tuple reads by number
+class BufferStats(ReadAsMapping, _Counts):
     """What a buffer holds, and what has been done with it; there may be more fields later.
 
     Also read as a mapping, `stats["rows"]` or `dict(stats)`, which has TorchRL's names, too: `size` and `write_count`
@@ -60,27 +60,10 @@ class BufferStats(ReadAsMapping, _Counts):  # type: ignore[misc]  # which reads 
         (4, 1.0)
     """
 
-    _derived: ClassVar[tuple[str, ...]] = ("size", "write_count", "utilization", "initialized")
-
-    @property
-    def size(self) -> int:
-        """As `rows`."""
-        return self.rows
-
-    @property
-    def write_count(self) -> int:
-        """As `writes`."""
-        return self.writes
-
-    @property
-    def utilization(self) -> float | None:
-        """Which part of the capacity is used, 0 to 1; None: there is no limit."""
-        return self.rows / self.capacity if self.capacity else None
-
-    @property
-    def initialized(self) -> bool:
-        """True: to count them makes the parts."""
-        return True
+    def by_name(self) -> dict[str, Any]:
+        """What the mapping has: the fields, and TorchRL's names."""
+        used = {"utilization": self.rows / self.capacity} if self.capacity else {}
+        return {**self._asdict(), "size": self.rows, "write_count": self.writes, **used, "initialized": True}
 
 
 class BatchCount:
