@@ -48,6 +48,7 @@ LAYERS = [
         "engram._aliases",
         "engram._checks",
         "engram._copies",
+        "engram._figures",
         "engram._forms",
         "engram._overrides",
         "engram._providers",

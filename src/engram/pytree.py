@@ -486,11 +486,17 @@ def select_rows(rows: Any, mask: Tensor) -> Any:
 
     Raises:
         ValueError: the batch does not have one row for each entry of the mask.
+        TypeError: it has no rows.
     """
     if isinstance(rows, dict):
         return {k: select_rows(v, mask) for k, v in rows.items()}
     if isinstance(rows, tuple):
         return _rebuilt(rows, [select_rows(v, mask) for v in rows])
+    if not isinstance(rows, list) and not shape_of(rows):
+        raise TypeError(
+            f"{len(mask)} steps are indexed, the value is a {type(rows).__name__} ({rows!r:.80}) without rows; nothing "
+            "was written"
+        )
     if len(rows) != len(mask):
         raise ValueError(f"{len(mask)} steps are indexed, the values have {len(rows)}; nothing was written")
     if isinstance(rows, list):

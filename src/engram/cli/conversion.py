@@ -29,7 +29,7 @@ from engram.datasets import FORMATS
 from engram.datasets.atomic_files import new_folder
 from engram.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
 from engram.kernel.rows import IDS
-from engram.kernel.tools import visible
+from engram.kernel.tools import user_path, visible
 from engram.pytree import KeyPath
 
 #: The kinds that can be written, by the words of `--to`.
@@ -120,7 +120,7 @@ def convert(
         >>> converted.kind, converted.rows
         ('checkpoint', 5)
     """
-    kind, place = _kind_to_write(target, to), Path(target)
+    kind, place = _kind_to_write(target, to), user_path(target)
     with ExitStack() as stack:
         snapshot = stack.enter_context(one_snapshot(source, snapshot))
         data = stack.enter_context(_opened(source, snapshot, rows, progress))
@@ -150,7 +150,7 @@ def _written(kind: Kind, request: _Request) -> int:
 
 
 def _kind_to_write(target: str | os.PathLike[str], to: str | None) -> Kind:
-    name = _SUFFIXES.get(Path(target).suffix) if to is None else to.lower()
+    name = _SUFFIXES.get(user_path(target).suffix) if to is None else to.lower()
     if name not in TARGETS:
         raise ValueError(
             f"to={to!r} is none of {', '.join(TARGETS)}"

@@ -30,7 +30,7 @@ from engram.kernel.disk import (
     WriterShare,
     writer_shares,
 )
-from engram.kernel.tools import visible
+from engram.kernel.tools import user_path, visible
 
 if TYPE_CHECKING:
     from engram.cli.trajectories import Trajectories
@@ -401,7 +401,7 @@ def _of_torchrl(path: str | os.PathLike[str]) -> Info:
             rows=steps.length * envs,
             capacity=steps.capacity * envs,
             row_bytes=layout.payload_bytes,
-            file_bytes=_bytes_below(Path(path)),
+            file_bytes=_bytes_below(user_path(path)),
             envs=envs,
             keys=_keys(layout.to_json()),
             notes=() if steps.is_counted else (UNCOUNTED,),
@@ -412,7 +412,7 @@ def _of_dataset(path: str | os.PathLike[str], kind: Kind) -> Info:
     from engram.cli.sources import DATASETS
     from engram.kernel.rows import RowLayout
 
-    size, place = DATASETS[kind].size(path), Path(path)
+    size, place = DATASETS[kind].size(path), user_path(path)
     first = next(iter(DATASETS[kind].batches(path)), None)
     layout = None if first is None else RowLayout.of(first, 1)
     return Info(

@@ -20,7 +20,7 @@ from engram.cli.trajectories import Trajectories, read_column, trajectories_of
 from engram.data import Storage
 from engram.datasets.atomic_files import new_file
 from engram.errors import StorageInUseError
-from engram.kernel.tools import packages, visible
+from engram.kernel.tools import packages, user_path, visible
 from engram.pytree import KeyPath
 
 _AT_ONCE = 256  # frames that are read at once
@@ -68,7 +68,7 @@ def play(
         >>> play(folder, folder + "/episode.gif").read_bytes()[:3]
         b'GIF'
     """
-    place = Path(output)
+    place = user_path(output)
     if place.suffix.lower() not in _FORMS:
         raise ValueError(f"a film is written as {' or '.join(_FORMS)}, got {visible(place.name)}")
     if not fps > 0:

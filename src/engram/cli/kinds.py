@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from engram.kernel.disk import Checkpoint, StoreFile
-from engram.kernel.tools import open_regular, visible
+from engram.kernel.tools import open_regular, user_path, visible
 
 #: The kinds of a path: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
 Kind: TypeAlias = str
@@ -23,7 +23,7 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         ValueError: it is none of these.
         OSError: it is a pipe, a socket or a device, or cannot be opened.
     """
-    place = Path(path)
+    place = user_path(path)
     if not place.exists():
         raise FileNotFoundError(2, "there is no such file or directory", str(path))
     kind = _kind_of_folder(place) if place.is_dir() else _kind_of_file(place)
@@ -62,7 +62,7 @@ def _kind_of_file(place: Path) -> Kind | None:
 
 def store_folder(path: str | os.PathLike[str]) -> Path:
     """The folder of a store, from its path or that of the store's file."""
-    place = Path(path)
+    place = user_path(path)
     return place if place.is_dir() else place.absolute().parent
 
 

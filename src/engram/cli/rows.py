@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from engram.cli.pixels import image_grid, is_image, no_images, png_of
 from engram.cli.sources import open_rows
 from engram.data import Storage
 from engram.errors import StorageInUseError
+from engram.kernel.tools import user_path
 from engram.pytree import describe
 
 _TRIES = 100  # beside a writer
@@ -71,7 +71,7 @@ class RowsShown(NamedTuple):
             KeyError: no such key holds images; or none does.
             FileExistsError: something else is at the path, or a link.
         """
-        write_target(Path(path), self.to_png(key), PICTURE)
+        write_target(user_path(path), self.to_png(key), PICTURE)
 
     def to_json(self) -> list[dict[str, Any]]:
         """A dict for each row: every value of every leaf."""

@@ -22,6 +22,7 @@ from engram.pytree import KeyPath, get_entry
 #: observations are to be stored once.
 MakeStorage: TypeAlias = Callable[..., Storage]
 
+_ZEROS_AT_ONCE = 1024  # time steps
 _FLAGS = ("done", "reported_done", "terminated", "truncated")
 Slots: TypeAlias = npt.NDArray[Any] | Tensor
 
@@ -129,6 +130,16 @@ class TransitionRows:
             return
         with storage.mutex:
             writer.write(storage, self._converted(step), single=True, time_dim=-1)
+
+    def fill_with_zeros(self) -> None:
+        """Stores steps of zeros until it is full; nothing was stored before."""
+        zero, observation = np.zeros((self.n_envs, self._action_size)), _zeros(self._observation_space, self.n_envs)
+        flags = dict.fromkeys(_FLAGS, self._not_truncated)
+        following = {"observation": observation, "reward": np.zeros(self.n_envs), **flags}
+        step = self._converted({"observation": observation, "action": zero, "next": following})
+        for done in range(0, self.steps, _ZEROS_AT_ONCE):
+            n = min(_ZEROS_AT_ONCE, self.steps - done)
+            self.buffer.extend(_repeated(step, n))
 
     def _converted(self, step: dict[str, Any]) -> dict[str, Any]:
         """A step whose arrays have the shapes and dtypes of the rows."""
@@ -286,6 +297,21 @@ class TransitionRows:
         ):
             raise ValueError(f"observations of shape {array.shape} for {self.n_envs} environments of {shape[1:]}")
         return array.reshape(shape)
+
+
+def _zeros(space: Any, n_envs: int) -> Any:
+    """Observations of this space that are zeros."""
+    if isinstance(space, Mapping):
+        return {key: _zeros(part, n_envs) for key, part in space.items()}
+    return np.zeros((n_envs, *shape_of(space)), space.dtype)
+
+
+def _repeated(values: Any, n: int) -> Any:
+    """One time step `[n_envs, ...]` n times: `[n_envs, n, ...]`."""
+    if isinstance(values, Mapping):
+        return {key: _repeated(part, n) for key, part in values.items()}
+    array = np.asarray(values)[:, None]
+    return np.broadcast_to(array, (array.shape[0], n, *array.shape[2:]))
 
 
 def _same_but_for_ones(array: npt.NDArray[Any], shape: tuple[int, ...]) -> bool:

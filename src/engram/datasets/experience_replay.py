@@ -17,7 +17,7 @@ from engram.datasets.h5_files import open_foreign
 from engram.datasets.hdf5 import FlatReader, iter_hdf5
 from engram.datasets.minari import _open_episodes, iter_minari
 from engram.errors import DatasetError
-from engram.kernel.tools import packages
+from engram.kernel.tools import packages, user_path
 
 PathLike = str | os.PathLike[str]
 
@@ -44,7 +44,7 @@ class DatasetReplay(TensorDictReplayBuffer):
         split_trajs: bool,
     ) -> None:
         self.dataset_id = dataset_id
-        self.root = Path(root) if root is not None else self._default_root()
+        self.root = user_path(root) if root is not None else self._default_root()
         if download and (download == "force" or self._locate() is None):
             self._download(force=download == "force")
         path = self._locate()
@@ -170,7 +170,7 @@ class MinariExperienceReplay(DatasetReplay):
 
     def _default_root(self) -> Path:
         given = os.environ.get("MINARI_DATASETS_PATH")
-        return Path(given) if given else Path.home() / ".minari" / "datasets"
+        return user_path(given) if given else Path.home() / ".minari" / "datasets"
 
     def _locate(self) -> Path | None:
         folders = (self.root / self.dataset_id, self.root)
@@ -281,7 +281,7 @@ class D4RLExperienceReplay(DatasetReplay):
 
     def _default_root(self) -> Path:
         given = os.environ.get("D4RL_DATASET_DIR")
-        return Path(given) if given else Path.home() / ".d4rl" / "datasets"
+        return user_path(given) if given else Path.home() / ".d4rl" / "datasets"
 
     def _locate(self) -> Path | None:
         name = self.dataset_id.removesuffix(".hdf5")

@@ -33,7 +33,7 @@ from engram.distributed.sharded import (
 )
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
-from engram.kernel.tools import count, packages
+from engram.kernel.tools import count, packages, user_path
 
 _NAMESPACE = "engram"  # of Ray, in which buffers with names are found
 _END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
@@ -478,7 +478,7 @@ def _start_shards(
     told = import_ray().cloudpickle.dumps(introduction)
     actors: list[Any] = []
     for k, strategy in enumerate(strategies):
-        folder = None if scratch_dir is None else str(Path(scratch_dir).absolute() / f"shard-{k}")
+        folder = None if scratch_dir is None else str(user_path(scratch_dir).absolute() / f"shard-{k}")
         own = {"name": f"{name}-{k}", **options, "scheduling_strategy": strategy}  # by its name it is asked for
         actor_class = import_ray().remote(**own)(_ShardActor)
         try:

@@ -19,6 +19,7 @@ from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.shard import ReplayShard
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, Timeouts, arguments_of_shards
 from engram.errors import ShardUnavailableError, ShardVersionError
+from engram.kernel.tools import user_path
 
 if not rpc.is_available():
     raise ImportError("RpcReplayBuffer needs torch.distributed.rpc, which this build of torch leaves out")
@@ -189,7 +190,8 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         settings.check()
         arguments = arguments_of_shards(storage, len(workers), lanes, sampler, transform)
         self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]
-        folders = [None if scratch_dir is None else str(Path(scratch_dir) / f"shard-{k}") for k in range(len(workers))]
+        below = None if scratch_dir is None else user_path(scratch_dir)
+        folders = [None if below is None else str(below / f"shard-{k}") for k in range(len(workers))]
         made = [
             rpc.rpc_async(worker, _serve, args=(shard, __version__, arguments, folder))
             for (worker, shard), folder in zip(self._served, folders, strict=True)

@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -37,6 +36,7 @@ from engram.errors import IncarnationError, ShardVersionError, StorageError
 from engram.kernel.disk import Checkpoint
 from engram.kernel.replay import Member, SaveHandle
 from engram.kernel.rows import Lanes, RowLayout, StreamEntry
+from engram.kernel.tools import user_path
 
 _MOST_DRAWS = 100
 _KEPT_OUTCOMES = 16  # of saves that have ended
@@ -219,7 +219,7 @@ class ReplayShard:
         generator: torch.Generator | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self._folder = None if scratch_dir is None else Path(scratch_dir)
+        self._folder = None if scratch_dir is None else user_path(scratch_dir)
         self._timeout = timeout
         room, several = max(2, capacity), max(2, lanes)  # so that producers move from lane to lane
         if self._folder is None:

@@ -41,14 +41,24 @@ from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import IN_BUFFERS, WriteRequest, mark_rows, warn_if_idle
 from engram.kernel.rows import RowLayout
-from engram.kernel.tools import count, warn_user
+from engram.kernel.tools import ReadAsMapping, count, warn_user
 
 _STINT = ", stint "  # in the name of a producer, before the number of its stint
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
 
 
-class ShardedStats(NamedTuple):
-    """The state of a buffer over shards in numbers; there may be more fields later.
+class _Counts(NamedTuple):
+    rows: int
+    capacity: int
+    writes: int
+    accepted: int
+    draws: int
+    unacknowledged: int
+    away: tuple[int, ...]
+
+
+class ShardedStats(ReadAsMapping, _Counts):
+    """The state of a buffer over shards in numbers; there may be more fields later. Read as a mapping as `BufferStats`.
 
     Attributes:
         rows: stored steps, as far as shards that are away had told.
@@ -61,13 +71,9 @@ class ShardedStats(NamedTuple):
         away: numbers of the shards that do not answer.
     """
 
-    rows: int
-    capacity: int
-    writes: int
-    accepted: int
-    draws: int
-    unacknowledged: int
-    away: tuple[int, ...]
+    def by_name(self) -> dict[str, Any]:
+        """What the mapping has: the fields, and TorchRL's names."""
+        return {**self._asdict(), "size": self.rows, "write_count": self.writes}
 
 
 class Timeouts(NamedTuple):

@@ -2,6 +2,7 @@
 
 from engram import _forms as forms
 from engram._checks import count
+from engram._figures import ReadAsMapping
 from engram._packages import packages
 from engram._system import (
     check_memory,
@@ -9,10 +10,12 @@ from engram._system import (
     human_bytes,
     open_regular,
     parse_bytes,
+    user_path,
 )
 from engram._text import log, visible, warn_user
 
 __all__ = [
+    "ReadAsMapping",
     "check_memory",
     "count",
     "forms",
@@ -22,6 +25,7 @@ __all__ = [
     "open_regular",
     "packages",
     "parse_bytes",
+    "user_path",
     "visible",
     "warn_user",
 ]

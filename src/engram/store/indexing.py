@@ -41,6 +41,16 @@ def stored_slots(store: _native.Store) -> Tensor:
     return slots
 
 
+def last_of_each(slots: Tensor) -> Tensor | None:
+    """Where each slot is named for the last time: bool [n]; None where none is named twice."""
+    last = {slot: k for k, slot in enumerate(slots.tolist())}
+    if len(last) == len(slots):
+        return None
+    mask = torch.zeros(len(slots), dtype=torch.bool)
+    mask[list(last.values())] = True
+    return mask
+
+
 def look_again(store: _native.Store, look: Callable[[], _T]) -> _T:
     """What `look` returns, after a first look that met a row which was not there.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from engram import pytree
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry
-from engram.store.indexing import Selection, stored_slots
+from engram.store.indexing import Selection, last_of_each, stored_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.row_table import NativeRows
@@ -230,7 +230,16 @@ class Table(abc.ABC):
         if self.is_single(items):
             return pytree.expand(items, len(selection.slots))
         dims = len(selection.shape)
-        return pytree.flatten_dims(items, 0, dims - 1) if dims > 1 else items
+        if dims < 2:
+            return items
+        leaves = pytree.describe(items, 0)[1]
+        shape = tuple(pytree.shape_of(leaves[0][1]))[:dims] if leaves else ()
+        if shape != selection.shape:
+            raise ValueError(
+                f"the index means steps of shape {list(selection.shape)}, the data have {list(shape)}; nothing was "
+                "written"
+            )
+        return pytree.flatten_dims(items, 0, dims - 1)
 
     def for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
         """Data for so many time steps as a batch (`at_one`: the index is an int): one step is repeated."""
@@ -247,8 +256,11 @@ class Table(abc.ABC):
     def overwrite_selection(
         self, selection: Selection, items: Any, index_key: str | None, overwrite: Callable[..., None]
     ) -> None:
-        """Writes data over the stored rows of an index by `overwrite`."""
-        overwrite(selection.slots, self.for_selection(items, selection), index_key)
+        """Writes data over the stored rows of an index by `overwrite`; of a row that is named twice the last counts."""
+        slots, rows = selection.slots, self.for_selection(items, selection)
+        if (last := last_of_each(slots)) is not None:
+            slots, rows = slots[last], pytree.select_rows(rows, last)
+        overwrite(slots, rows, index_key)
 
     # ---- reading ----
     @abc.abstractmethod

@@ -168,9 +168,14 @@ def _flags(view: BatchView, flag: Tensor, key: Key) -> Tensor:
 def _ids(view: BatchView, batch: Any) -> Tensor | None:
     for key in _IDS:
         ids = get_tensor(batch, key)
-        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == view.rows * view.steps:
+        if isinstance(ids, Tensor) and ids.numel() == view.rows * view.steps and _are_whole(ids):
             return ids.reshape(view.rows, view.steps)
     return None
+
+
+def _are_whole(ids: Tensor) -> bool:
+    """Whether these are numbers of trajectories, of whatever dtype; others under such a key are not."""
+    return not ids.is_floating_point() or bool((ids == ids.trunc()).all())
 
 
 # By doubling: after k rounds each step holds the sum of up to 2**k steps of its trajectory. Differences of prefix sums

@@ -1163,3 +1163,13 @@ def test_stacks_have_a_number_of_frames():
     assert sampler.slice_len == 3
     with pytest.raises(TypeError, match="number of frames"):
         FrameStackSampler(slice_len=None, num_slices=2)
+
+
+def test_slice_sampler_without_replacement_is_the_one_of_that_name():
+    sampler = SliceSampler(slice_len=2, replacement=False, drop_last=True, traj_key="episode")
+    assert type(sampler) is SliceSamplerWithoutReplacement and sampler.drop_last and sampler.slice_len == 2
+    assert type(SliceSampler(slice_len=2, replacement=True)) is SliceSampler
+    with pytest.raises(TypeError, match="a SequenceSampler draws with replacement; SliceSamplerWithoutReplacement"):
+        SequenceSampler(slice_len=2, replacement=False)
+    with pytest.raises(TypeError, match="an epoch has each trajectory once; SliceSampler draws with replacement"):
+        SliceSamplerWithoutReplacement(slice_len=2, replacement=True)

@@ -15,7 +15,7 @@ from weakref import WeakMethod
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from torch._dynamo import trace_rules
 from typing_extensions import Never, Self, TypedDict, TypeVar, Unpack
@@ -32,7 +32,7 @@ from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
-from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
+from engram.data.replay_buffers.buffers.in_place import as_index, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.publishing import DrawCounts, StatsPublisher
 from engram.data.replay_buffers.buffers.stats import (
@@ -650,7 +650,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             everything: Any = self[:]
             return everything[index]
-        one_dimension = self._storage.ndim == 1
+        index, one_dimension = as_index(index), self._storage.ndim == 1
         if isinstance(index, tuple) and not one_dimension and len(index) > 1:
             rows = move_dim(self._storage.get(slice(None)), 0, self._parts.time_dim)[index]
         else:
@@ -658,11 +658,15 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             if not one_dimension and not is_int(index):
                 rows = move_dim(rows, 0, self._parts.time_dim)
         if self._collate_fn is not None and not is_int(index):
-            rows = self._collate_fn(rows)
+            # A lazy stack of a list storage: the items, as batches are made of.
+            of_items = isinstance(rows, LazyStackedTensorDict) and self._storage.access.item_reader is not None
+            rows = self._collate_fn(rows.tensordicts if of_items else rows)
         return self._transform.read(rows) if self._transform.transforms else rows
 
     def __setitem__(self, index: Index, items: T | Data | Sequence[T | Data]) -> None:
         """Replaces stored steps, for which this process must have the storage alone: those that `rb[...]` reads.
+
+        Of a step that the index names more than once the last counts, as for NumPy arrays.
 
         Raises:
             IndexError: a step that has not been written.
@@ -670,6 +674,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("rb[...] = ...")
+        index = as_index(index)
         items = self._parts.batch_writer.in_place(items)
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
@@ -704,7 +709,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     def set_at_(self, key: Any, value: Any, index: Index) -> Self:
         """Sets one entry of the stored steps at an index, in place; value and errors as `set_`, in the form of
-        `rb[index]`. Also an IndexError: a step that has not been written.
+        `rb[index]`. Of a step that the index names more than once the last value counts. Also an IndexError: a step
+        that has not been written.
         """
         self._parts.change_entries({key: value}, index)
         return self

@@ -23,6 +23,11 @@ def is_int(index: Any) -> bool:
     return hasattr(index, "__index__") and not (isinstance(index, Tensor) and index.ndim)
 
 
+def as_index(index: Any) -> Any:
+    """An index as users write it; of `(i,)` what is in it, as for arrays."""
+    return index[0] if isinstance(index, tuple) and len(index) == 1 else index
+
+
 def grid_index(storage: Storage, time_dim: int, index: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Time and environment of each step that an index of several dimensions means: as `rb[:]` has them.
 
@@ -46,6 +51,7 @@ def change_entries(
     storage: Storage, time_dim: int, values: Mapping[Any, Any], index: Any, index_key: str | None
 ) -> None:
     """Sets some entries of the stored steps at an index. The caller has the storage alone."""
+    index = as_index(index)
     access, along_time = storage.access, storage.ndim > 1 and not is_int(index)
     if along_time and isinstance(index, tuple) and len(index) > 1:
         index, along_time = grid_index(storage, time_dim, index), False

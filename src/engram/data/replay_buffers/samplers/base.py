@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+import engram._native as _native
 from engram._advice import advised
 from engram._arguments import BUILT_IN, KeepsArguments
+from engram._checks import is_integer
 from engram._copies import Computed, PartlyCopied, pickle_by_state
 from engram._generator import Generator
 from engram._overrides import overrides
@@ -170,7 +172,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     is given the priorities that come with data.
 
     Draws come from torch's global generator, or from the buffer's own where it has one. Every sampler takes
-    `compilable=`, without effect: under `torch.compile` each draw is a graph break.
+    `compilable=`, without effect: under `torch.compile` each draw is a graph break; and `rank=`, the number of this
+    process among several learners, which from one seed draw other rows at each rank. At rank 0 draws are as without.
     """
 
     # The names of methods that it has in place of those of `Sampler`, or beside them.
@@ -183,6 +186,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     storage_state: StorageState = _NOTHING
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
+    _rank = 0  # the number of this process among several learners
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
 
@@ -194,7 +198,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
 
-    def __init__(self, compilable: bool = False) -> None:
+    def __init__(self, compilable: bool = False, *, rank: int = 0) -> None:
+        if not is_integer(rank, 0):
+            raise ValueError(
+                f"rank is the number of this process, 0 or more, as dist.get_rank() gives it; got {rank!r}"
+            )
+        if rank:  # not of a copy, which has that of its original
+            self._rank = int(rank)
         self.lock = threading.RLock()
         _live.add(self)
         self._generator: torch.Generator | Generator | None = None
@@ -417,9 +427,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         generator = self._generator
         if isinstance(generator, Generator):
             generator.write_seed(self._seed)
-            return self._seed
-        with drawing:
-            return self._seed.random_(generator=generator)
+        else:
+            with drawing:
+                self._seed.random_(generator=generator)
+        return self._seed.fill_(_native.seed_of_rank(int(self._seed), self._rank)) if self._rank else self._seed
 
     def _config(self) -> dict[str, Any]:
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the

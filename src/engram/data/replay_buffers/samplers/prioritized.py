@@ -512,8 +512,9 @@ class PrioritizedSampler(Sampler, built_in=True):
         max_priority_within_buffer: bool = False,
         *,
         compilable: bool = False,
+        rank: int = 0,
     ) -> None:
-        super().__init__(compilable)
+        super().__init__(compilable, rank=rank)
         self.storage_state = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
     storage_state: PriorityTable

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import Tensor
+from typing_extensions import Self
 
 import engram._native as _native
 from engram._checks import count
@@ -33,12 +34,28 @@ if TYPE_CHECKING:
 class RandomSampler(Sampler, built_in=True):
     """Uniform over everything stored, with replacement.
 
+    Args:
+        rank: of several learners with one seed, which one this is: `dist.get_rank()`. Each draws other rows.
+        replacement: False makes a `SamplerWithoutReplacement`, which takes the further arguments.
+
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=3)
         >>> _ = rb.extend(torch.arange(5))
         >>> rb.sample().shape
         torch.Size([3])
     """
+
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Self:
+        if replacement or cls is not RandomSampler:
+            return super().__new__(cls, *args, **settings)
+        compilable = dict(zip(("compilable",), args, strict=False))
+        return SamplerWithoutReplacement(**compilable, **settings)  # type: ignore[return-value]  # TorchRL's form
+
+    def __init__(self, compilable: bool = False, *, replacement: bool = True, rank: int = 0) -> None:
+        if not replacement:
+            kind = type(self).__name__
+            raise TypeError(f"a {kind} draws with replacement; one of SamplerWithoutReplacement does not")
+        super().__init__(compilable, rank=rank)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
@@ -100,7 +117,10 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
     ) -> None:
         super().__init__(compilable)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank}")
+            raise ValueError(
+                f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank}: learners share each epoch, and "
+                "world_size= says in how many parts it is cut"
+            )
         self.rank, self.world_size, self.seed = int(rank), int(world_size), int(seed)
         self._worker: WorkerShare | None = None  # in a worker process that has a part of each epoch
         self._least_parts = self.world_size  # in how many parts an epoch is cut

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
+from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from engram import pytree
@@ -575,6 +576,8 @@ def _read_by_get(
     if replaced:
         return Rows(None, absent=replaced)
     numbers = counted if sequences else None
+    if isinstance(batch, LazyStackedTensorDict) and isinstance(storage.access.table, ItemTable):
+        batch = batch.tensordicts  # of a child of LazyStackStorage
     if isinstance(batch, list):  # which a collate function makes a batch of
         return Rows(batch, sequences=numbers)
     if shape is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram import pytree
-from engram.store.indexing import select
+from engram.store.indexing import last_of_each, select
 from engram.store.rows import Checked
 from engram.store.table import Replacing, Table, is_one
 
@@ -74,6 +74,9 @@ class RowSetter:
         if bool(stored.all()) and not as_new:
             return None
         rows = table.for_steps(data, len(steps), is_one(index))
+        goes_round = not bool(stored.any()) and torch.equal(steps, following)  # and may come to a step again
+        if not goes_round and (last := last_of_each(steps)) is not None:
+            steps, stored, rows = steps[last], stored[last], pytree.select_rows(rows, last)
         new = steps[~stored]
         differs = new != following[: len(new)]
         if bool(differs.any()):
@@ -104,15 +107,11 @@ class RowSetter:
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         with table.lanes.exclusive("changing stored rows"):
             selection = select(table.lanes.store, index, table.env_shape)
-            if len(set(selection.slots.tolist())) != len(selection.slots):
-                raise ValueError("an index names a step twice; nothing was written")
             table.overwrite_selection(selection, items, index_key, self._methods.overwrite)
 
     def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
         table = self._table
-        if len(set(slots.tolist())) != len(slots):
-            raise ValueError("an index names a step twice; nothing was written")
         table.carry_sequences(self._replacing)
         checked = self._methods.fit(items, False, 0, index_key, slots)
         if checked.steps != len(slots):

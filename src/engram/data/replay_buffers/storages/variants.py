@@ -54,11 +54,16 @@ class LazyStackStorage(ListStorage):
         compilable: bool = False,
     ) -> None:
         read_to = None if device is None else usable_device(device, "device")
-        collate = _LazyStack(stack_dim, read_to)
+        self._stacked = collate = _LazyStack(stack_dim, read_to)
         arguments = {"stack_dim": stack_dim, "device": None if read_to is None else str(read_to)}
         self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer, arguments)
         self.stack_dim = stack_dim
         self.device = read_to
+
+    def get(self, index: Any) -> Any:
+        """The item at an int, copied; of another index a lazy stack of items, a list where there are none."""
+        items = super().get(index)
+        return self._stacked(items) if type(items) is list and items else items
 
 
 def _check_batch_size(item: Any) -> None:
