@@ -24,6 +24,7 @@ from engram.collectors.policy_weights import State, copied_weights, state_of_wei
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import SyncDataCollector, one_of_weights
+from engram.envs.gym import in_gym_env
 from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.errors import WorkerError
 from engram.processes.pool import Processes, WorkerPool
@@ -48,7 +49,7 @@ class PolicyEvaluation:
 
     def __init__(self, make_env: Any, policy: Any, policy_factory: Any, settings: EvaluationSettings) -> None:
         is_made = is_environment(make_env)
-        self.env = make_env if is_made else make_env()
+        self.env = in_gym_env(make_env if is_made else make_env())
         self.closes_env = not is_made
         policy = policy if policy_factory is None else _made(policy_factory, self.env)
         is_module = isinstance(policy, nn.Module)

@@ -14,6 +14,7 @@ from engram._checks import count_or_none
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import device_argument
+from engram.envs.gym import in_gym_env
 from engram.processes.worker import CloudpickleWrapper
 
 
@@ -43,7 +44,7 @@ def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[]
 def _maker_of(value: Any, is_repeated: bool) -> Callable[..., Any]:
     """A function that makes an environment. Raises TypeError for what is neither that nor an environment."""
     if is_environment(value):
-        value = CopyOfEnvironment(value)
+        value = CopyOfEnvironment(in_gym_env(value))
     if not callable(value):
         raise TypeError(f"each worker makes its own environment: give callables that do, got a {type(value).__name__}")
     return with_own_seed(value) if is_repeated else value

@@ -42,6 +42,7 @@ from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset, HasEngines
 from engram.envs.frame_stacks import StackingEngine, can_stack
 from engram.envs.from_torchrl import as_env
+from engram.envs.gym import in_gym_env
 from engram.envs.policies import (
     CallablePolicy,
     ExplorationType,
@@ -261,7 +262,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     (-1: never).
 
     Args:
-        create_env_fn: an environment, which stays the caller's to close, or a callable that makes one.
+        create_env_fn: an environment, which stays the caller's to close, or a callable that makes one; gymnasium's, and
+            vectors of these, are wrapped in a `GymEnv`.
         policy: a callable on TensorDicts, a TensorDictModule, a module or function whose parameters have the names of
             observations, an `nn.Module` on the only observation, `env.rand_step`, or None for random actions. Of
             several tensors in a tuple the first is the action, the others are `"output1"`, ... It runs
@@ -400,7 +402,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         makes_env = not is_environment(create_env_fn)
         if create_env_kwargs and not makes_env:
             raise TypeError("create_env_kwargs are arguments of a callable that makes the environment; got one made")
-        self.env: Any = create_env_fn(**(create_env_kwargs or {})) if makes_env else create_env_fn
+        self.env: Any = in_gym_env(create_env_fn(**(create_env_kwargs or {})) if makes_env else create_env_fn)
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         try:
             if auto_register_policy_transforms:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import ModuleType
@@ -241,6 +242,18 @@ def _only_given(**values: Any) -> Any:
     if len(given) != 1:
         raise TypeError(f"GymEnv needs one of {list(values)}, the name of an environment or an environment")
     return given[0]
+
+
+def in_gym_env(env: Any) -> Any:
+    """An environment, or a vector of some, of gymnasium's as a `GymEnv`; anything else as it is.
+
+    >>> import gymnasium
+    >>> in_gym_env(gymnasium.make("CartPole-v1")).rollout(3).shape, in_gym_env(7)
+    (torch.Size([3]), 7)
+    """
+    gymnasium: Any = sys.modules.get("gymnasium")
+    is_theirs = gymnasium is not None and isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv)
+    return GymEnv(env) if is_theirs else env
 
 
 def _make_vector(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -166,6 +166,11 @@ def only_one(name: str, value: Any, alias: str, other: Any) -> Any:
 
 def env_makers(kind: str, n: int, make_env: Any, create_env_kwargs: Any = None) -> list[Callable[[], Any]]:
     """One function for each of `n` environments. Raises ValueError for n < 1, and for a list of another length."""
+    if not callable(make_env) and not isinstance(make_env, Sequence):
+        raise TypeError(
+            f"{kind} makes its environments itself: give a function that makes one (lambda: gymnasium.make(...)), or "
+            f"{n} of them, got a {type(make_env).__name__}"
+        )
     makers: list[Callable[..., Any]] = [make_env] * n if callable(make_env) else list(make_env)
     if len(makers) != n:
         raise ValueError(f"{kind}({n}, ...) got {len(makers)} callables; give {n}, or a single one")
