@@ -19,7 +19,16 @@ from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, first_of
 from engram.envs.engines import action_check
-from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, module_keys, zero_outputs
+from engram.envs.policies import (
+    FLAGS,
+    INPUT_ERRORS,
+    ObservationPolicy,
+    RandomPolicy,
+    TensorDictPolicy,
+    module_keys,
+    with_entries,
+    zero_outputs,
+)
 from engram.pytree import get_entry
 from engram.specs.tensors import ChoiceSpec
 from engram.store.layout import tensordict_of
@@ -208,7 +217,11 @@ class ModuleActions(ActionSource):
 
     def choose(self, t: int) -> Any:
         row = self._row(t)
-        out = self._module(row, *[more(t) for more in self._more_rows]) if self._more_rows else self._module(row)
+        try:
+            out = self._module(row, *[more(t) for more in self._more_rows]) if self._more_rows else self._module(row)
+        except INPUT_ERRORS as error:
+            rows = [row, *[more(t) for more in self._more_rows]]
+            raise with_entries(error, dict(zip(self._policy.in_keys, rows, strict=True))) from error
         return out if type(out) is Tensor and self._may_be_action else self._action_of(out)
 
     def _action_of(self, out: Any) -> Any:

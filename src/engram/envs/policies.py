@@ -238,6 +238,43 @@ def written_actions(env: Any) -> list[Any]:
     return ["action"] if all((key if isinstance(key, str) else key[0]) == "action" for key in keys) else keys
 
 
+#: Errors of a policy to which `with_entries` adds what the policy got: a key that it lacks, a size that does not fit.
+INPUT_ERRORS = (KeyError, IndexError, RuntimeError)
+
+
+class MissingEntryError(KeyError):
+    """A KeyError whose text is its message: that of a KeyError is the message's `repr`, with every quote escaped."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def with_entries(error: Exception, td: Mapping[Any, Any] | TensorDictBase) -> Exception:
+    """The same error, which also says what the policy got; one of another class, or that says it, as it is.
+
+    >>> from tensordict import TensorDict
+    >>> with_entries(KeyError("obs"), TensorDict({"observation": torch.zeros(4)}))
+    MissingEntryError("obs. The policy got the entries 'observation': float32 [4]")
+    """
+    said = str(error.args[0]) if error.args else ""
+    if type(error) not in INPUT_ERRORS or _GOT in said:
+        return error
+    items = td.items(True, True) if isinstance(td, TensorDictBase) else td.items()
+    shown = [f"{key!r}: {_form_of(value)}" for key, value in items]
+    more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
+    kind = MissingEntryError if type(error) is KeyError else type(error)
+    return kind(f"{said}. {_GOT} {', '.join(shown[:_MOST_NAMED])}{more}")
+
+
+def _form_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+_GOT, _MOST_NAMED = "The policy got the entries", 20
+
+
 class ObservationPolicy:
     """A policy from a module or function that maps the tensors under `in_keys` to the action, and to other outputs.
 
@@ -266,7 +303,10 @@ class ObservationPolicy:
 
     def call(self, td: TensorDictBase) -> Any:
         """The module's output for the tensors of `td`."""
-        return self.module(*[td.get(key) for key in self.in_keys])
+        try:
+            return self.module(*[td.get(key) for key in self.in_keys])
+        except INPUT_ERRORS as error:
+            raise with_entries(error, td) from error
 
     def split(self, out: Any) -> tuple[Any, dict[str, Any]]:
         """The action, as the module returned it, and the other outputs.
@@ -386,7 +426,10 @@ class CallablePolicy:
         return self._forms
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        result = self._call(td)
+        try:
+            result = self._call(td)
+        except INPUT_ERRORS as error:
+            raise with_entries(error, td) from error
         result = td if result is None else result
         if not isinstance(result, TensorDictBase) or any(_is_missing(result, key) for key in self.action_keys):
             kind = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
