@@ -286,6 +286,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """
 
     # ---- priorities ----
+    @property
+    def takes_priorities(self) -> bool:
+        """Whether `update_priority` does anything."""
+        return type(self).update_priority is not Sampler.update_priority
+
     def update_priority(
         self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
     ) -> None:
@@ -297,7 +302,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
                 reduced over them (`reduction`).
             generation: int64 [n], as `info["generation"]` has it: where a slot holds another step by now, the update is
                 left out and counted in `skipped`.
-            storage: of the steps; the one that was sampled last if None.
+            storage: of the steps; if None the one that was sampled last, or that of the buffer. Without one the update is
+                kept, and made before the first draw, where it is an error if it does not fit the storage.
 
         Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority. Of a
         step that is named twice the last priority stays.
@@ -557,6 +563,10 @@ class _AdaptedSampler(Sampler):
 
     def extend(self, index: Any) -> None:
         self._call("extend", index)
+
+    @property
+    def takes_priorities(self) -> bool:
+        return "update_priority" in self._has
 
     def update_priority(self, index: Any, priority: Any, **more: Any) -> None:
         self._call("update_priority", index, priority, **more)
