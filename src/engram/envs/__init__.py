@@ -2,7 +2,7 @@
 
 from engram._advice import advise_on_names
 from engram.envs.base import EnvBase, step_mdp
-from engram.envs.creator import EnvCreator
+from engram.envs.env_creator import EnvCreator, env_creator  # the function, and not its module
 from engram.envs.gym import GymEnv
 from engram.envs.libs import DMControlEnv, GymWrapper, gym_backend, set_gym_backend
 from engram.envs.parallel import ParallelEnv
@@ -99,6 +99,7 @@ __all__ = [
     "VecNorm",
     "VecNormV2",
     "check_env_specs",
+    "env_creator",
     "exploration_type",
     "gym_backend",
     "set_exploration_type",

@@ -383,7 +383,6 @@ Self = TypeVar("Self", bound="EnvBase")
 _WRAP = "TorchRL's own transforms, collectors and batched environments take `env.to_torchrl()`"
 #: The private names that TorchRL's classes read first from an environment.
 _READ_BY_TORCHRL = (
-    "_supports_set_state",
     "_has_dynamic_specs",
     "_step_mdp",
     "_spec_locked",
@@ -732,12 +731,12 @@ class EnvBase(nn.Module, HasSpaces):
 
     def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
         """The part of the caller's TensorDict that a reset gets."""
-        if set_state and (td is None or not self._reads_state()):
+        if set_state and (td is None or not self._supports_set_state):
             raise NotImplementedError(
                 f"set_state=True: the reset of a {type(self).__name__} reads no state from a TensorDict; "
                 "set_seed(...) repeats an episode, and actions=... its steps"
             )
-        if set_state or td is None or not self._reads_state():
+        if set_state or td is None or not self._supports_set_state:
             return td
         return td.select("_reset", strict=False)
 
@@ -753,7 +752,8 @@ class EnvBase(nn.Module, HasSpaces):
         """What `_step` or `_reset` returned, in tensors that a subclass does not write into later."""
         return td if _are_of_engram(type(self), ("_step", "_reset")) else td.clone()
 
-    def _reads_state(self) -> bool:
+    @property
+    def _supports_set_state(self) -> bool:  # a name by which users of TorchRL ask
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
         return self._in_torchrl_form
 

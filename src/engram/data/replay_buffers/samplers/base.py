@@ -181,6 +181,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         "storage_state": Computed(_copied_state),
     }
     storage_state: StorageState = _NOTHING
+    #: Whether `update_priority` does anything.
+    takes_priorities: Any = False
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
@@ -193,6 +195,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
+        if "takes_priorities" not in vars(cls):
+            cls.takes_priorities = "update_priority" in own
 
     def __init__(self, compilable: bool = False) -> None:
         self.lock = threading.RLock()
@@ -286,11 +290,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """
 
     # ---- priorities ----
-    @property
-    def takes_priorities(self) -> bool:
-        """Whether `update_priority` does anything."""
-        return type(self).update_priority is not Sampler.update_priority
-
     def update_priority(
         self, index: Any, priority: Any, *, generation: Any = None, storage: Storage | None = None
     ) -> None:
@@ -302,8 +301,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
                 reduced over them (`reduction`).
             generation: int64 [n], as `info["generation"]` has it: where a slot holds another step by now, the update is
                 left out and counted in `skipped`.
-            storage: of the steps; if None the one that was sampled last, or that of the buffer. Without one the update is
-                kept, and made before the first draw, where it is an error if it does not fit the storage.
+            storage: of the steps; if None the one that was sampled last, or that of the buffer. Without one the update
+                is kept, and made before the first draw, where it is an error if it does not fit the storage.
 
         Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority. Of a
         step that is named twice the last priority stays.
