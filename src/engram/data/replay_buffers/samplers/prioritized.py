@@ -68,6 +68,18 @@ class _Given(NamedTuple):
     priority: Tensor | None
     generation: Any
 
+    def apply_to(self, table: PriorityTable, storage: Storage) -> None:
+        """Makes the update. Raises IndexError or ValueError if it does not fit the storage."""
+        try:
+            if self.priority is None:
+                table.mark(self.index, storage)
+            else:
+                table.update(self.index, self.priority, self.generation, storage)
+        except (IndexError, ValueError) as error:
+            raise type(error)(
+                f"priorities were given before the sampler had a storage, and do not fit this one: {error}"
+            ) from error
+
 
 class DrawnInfo(CopiedAsPlain, dict[str, Any]):
     """The info of a batch that was drawn by priority, which also knows the rows; a copy is a plain dict."""
@@ -183,22 +195,10 @@ class PriorityTable(RunSource):
                 self._resume(storage, lanes)
             self._waiting = self._found_in = None
         if self._given:
-            self._apply_given(storage, lanes)
+            given, self._given = self._given, []
+            for one in given:
+                one.apply_to(self, storage)
         return self._priorities
-
-    def _apply_given(self, storage: Storage, lanes: Lanes) -> None:
-        """Makes the updates that came before there was a storage, and drops them where one does not fit it."""
-        given, self._given = self._given, []
-        for index, priority, generation in given:
-            try:
-                if priority is None:
-                    self._priorities.mark(lanes.store, _slots(storage, lanes, index)[0])
-                else:
-                    self._set_any(storage, lanes, index, priority, generation)
-            except (IndexError, ValueError) as error:
-                raise type(error)(
-                    f"priorities were given before the sampler had a storage, and do not fit this one: {error}"
-                ) from error
 
     def find(self, storage: Storage) -> None:
         """Finds the rows of a loaded state, so that what is written before the first draw is known as newer.
