@@ -281,7 +281,7 @@ MEMBERS: dict[str, dict[str, str]] = {
         "transform_fake_tensordict": "call `fake_tensordict` of the environment",
     },
     "VecNorm": {
-        "SEP": "statistics are lists in the order of in_keys, and by key with VecNormV2",
+        "SEP": "statistics are TensorDicts by key: read norm.loc[key] and norm.scale[key]",
         "build_td_for_shared_vecnorm": _ONE_PROCESS,
     },
     # ---- collectors ----
