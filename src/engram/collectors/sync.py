@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from engram import _forms as forms
 from engram._advice import advised
@@ -53,7 +53,9 @@ from engram.envs.policies import (
     cudagraph_policy,
     module_keys,
     observation_keys,
+    require_first_marks,
     set_exploration_type,
+    transforms_of,
 )
 from engram.envs.transformed import TransformedEnv
 from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
@@ -298,8 +300,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         exploration_type: how stochastic policies act.
         pre_collect_hook, post_collect_hook: called before each batch, and with each batch after `postproc`, once it is
             in the replay buffer if there is one.
-        auto_register_policy_transforms: appends to the environment's transforms what `make_tensordict_primer()` of the
-            policy's modules (recurrent ones) returns.
+        auto_register_policy_transforms: appends to the environment's transforms what the policy's modules (recurrent
+            ones) need: what their `make_tensordict_primer()` returns, and an `InitTracker` where they read `"is_init"`.
         compile_policy: the policy acts under `torch.compile`; a dict gives its arguments.
         cudagraph_policy: a policy on a GPU acts in a `tensordict.nn.CudaGraphModule`; a dict gives its arguments.
             Without effect on the CPU.
@@ -433,6 +435,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         settings.warn_of_remainder(self.frames_per_batch)
 
     def _make_rollout(self, clock: CallTimer | None = None) -> Rollout:
+        require_first_marks(self._weights.policy, self.env)
         policy = as_policy(self._weights.policy, self.env)
         if self._compile_policy:
             policy = compiled_policy(policy, _options(self._compile_policy))
@@ -798,16 +801,14 @@ def made_policy(policy: Any, policy_factory: Callable[[], Any] | None) -> Any:
 
 
 def with_transforms_of_policy(env: Any, policy: Any) -> Any:
-    """`env` with the transforms that modules of the policy (recurrent ones) say they need, if there are any.
+    """`env` with the transforms that modules of the policy (recurrent ones) need, if there are any.
 
     Raises TypeError for an environment of another library that takes no transforms.
     """
-    modules = policy.modules() if isinstance(policy, nn.Module) else ()
-    makers = [getattr(module, "make_tensordict_primer", None) for module in modules]
-    transforms = [make() for make in makers if make is not None]
-    if transforms and isinstance(env, EnvBase) and not isinstance(env, TransformedEnv):
-        return TransformedEnv(env, transforms)
-    for transform in transforms:
+    needed = transforms_of(policy, env)
+    if needed and isinstance(env, EnvBase) and not isinstance(env, TransformedEnv):
+        return TransformedEnv(env, needed)
+    for transform in needed:
         if not hasattr(env, "append_transform"):
             raise TypeError(
                 f"auto_register_policy_transforms=True: a {type(env).__name__} has no append_transform; wrap it in the "

@@ -19,7 +19,7 @@ from engram._providers import PROVIDERS
 from engram.envs.action_checks import action_keys
 from engram.envs.checks import compare_with_specs
 from engram.envs.engines import VectorEngine
-from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, written_actions
+from engram.envs.policies import FLAGS, RecordedActions, as_policy, on_device_of, require_first_marks, written_actions
 from engram.envs.torchrl import as_torchrl_env
 from engram.pytree import Key, as_keys, key_path
 from engram.specs import Categorical, Composite, Spec, Stacked, StackedComposite, Unbounded
@@ -970,6 +970,8 @@ class EnvBase(nn.Module, HasSpaces):
             max_steps, trust_policy = len(policy), True
         if break_when_any_done is None:
             break_when_any_done = not break_when_all_done
+        if auto_reset and tensordict is None:
+            require_first_marks(policy, self)
         act = as_policy(policy, self, trusted=trust_policy)
         if auto_cast_to_device:
             act = on_device_of(policy, act)
