@@ -365,26 +365,29 @@ NAMES: dict[str, dict[str, str]] = {
         **_of_torchrl("torchrl.data.replay_buffers.samplers", "MinSegmentTreeFp32 MinSegmentTreeFp64"),
         **_of_torchrl("torchrl.data.replay_buffers.samplers", "SumSegmentTreeFp32 SumSegmentTreeFp64"),
     },
-    "engram.envs": _of_torchrl(
-        "torchrl.envs",
-        "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool AutoResetEnv "
-        "AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform ChessEnv "
-        "ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop DMControlWrapper "
-        "DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder DreamerEnv ExpandAs "
-        "FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper GymLikeEnv HabitatEnv Hash "
-        "HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper IsaacLabWrapper JumanjiEnv JumanjiWrapper "
-        "KLRewardTransform LBForagingEnv LBForagingWrapper LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards "
-        "MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper "
-        "ModelBasedEnvBase ModuleTransform MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction "
-        "MultiThreadedEnv MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper "
-        "PendulumEnv PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
-        "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform RemoveEmptySpecs "
-        "RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
-        "TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer UnaryTransform "
-        "UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform VecGymEnvTransform VmasEnv "
-        "VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping default_info_dict_reader gSDENoise "
-        "get_available_libraries make_composite_from_td register_gym_spec_conversion terminated_or_truncated",
-    ),
+    "engram.envs": {
+        "NextObservationDelta": "use LazyTensorStorage(n, compact=True), which stores each observation once",
+        **_of_torchrl(
+            "torchrl.envs",
+            "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool AutoResetEnv "
+            "AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform ChessEnv "
+            "ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop DMControlWrapper "
+            "DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder DreamerEnv ExpandAs "
+            "FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper GymLikeEnv HabitatEnv Hash "
+            "HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper IsaacLabWrapper JumanjiEnv JumanjiWrapper "
+            "KLRewardTransform LBForagingEnv LBForagingWrapper LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards "
+            "MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper "
+            "ModelBasedEnvBase ModuleTransform MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction "
+            "MultiThreadedEnv MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper "
+            "PendulumEnv PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
+            "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform RemoveEmptySpecs "
+            "RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
+            "TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer UnaryTransform "
+            "UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform VecGymEnvTransform VmasEnv "
+            "VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping default_info_dict_reader gSDENoise "
+            "get_available_libraries make_composite_from_td register_gym_spec_conversion terminated_or_truncated",
+        ),
+    },
     "engram.collectors": {
         "AsyncCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
         "aSyncDataCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",

@@ -38,7 +38,7 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
             if "_post_step_mdp_hooks" in overrides(type(part), root):
                 raise TypeError(
                     f"{type(part).__name__} changes how one step becomes the next, which environments of engram do not "
-                    "let it; append it to the replay buffer, or use an environment of TorchRL's"
+                    f"let it: {_INSTEAD.get(type(part).__name__, _ELSEWHERE)}"
                 )
         self._before: EnvSpecs | None = None  # the specs of the environment before it, and with it
         self._after: EnvSpecs | None = None
@@ -168,6 +168,14 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
         if name.startswith("_") or name == "transform":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.transform, name)
+
+
+_ELSEWHERE = "append it to the replay buffer, or use an environment of TorchRL's"
+#: By the name of a transform: what to use in its place.
+_INSTEAD = {
+    "NextObservationDelta": "leave it out, and give the buffer LazyTensorStorage(n, compact=True), which stores each "
+    "observation once, byte for byte"
+}
 
 
 def primed_keys(transform: Any) -> list[Key]:
