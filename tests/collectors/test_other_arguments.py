@@ -17,10 +17,13 @@ from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from engram._advice import ARGUMENTS
 from engram.collectors import (
+    AsyncCollector,
+    Collector,
     MultiaSyncDataCollector,
     MultiCollector,
     MultiSyncDataCollector,
     SyncDataCollector,
+    aSyncDataCollector,
 )
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv
@@ -66,6 +69,12 @@ def test_no_argument_of_a_constructor_is_taken_as_one_without_effect(package):
     for name in ARGUMENTS.keys() & set(dir(module)):
         own = inspect.signature(getattr(module, name)).parameters
         assert not own.keys() & ARGUMENTS[name].keys(), name
+
+
+def test_an_asynchronous_collector_of_one_function_has_one_worker():
+    assert AsyncCollector is aSyncDataCollector is MultiaSyncDataCollector
+    with AsyncCollector(countdown, Rule(), frames_per_batch=8, total_frames=16) as collector:
+        assert [batch.shape for batch in collector] == [(8,), (8,)] and collector.num_workers == 1
 
 
 class TestOneProcess:
@@ -215,6 +224,26 @@ class TestOneProcess:
         )
         plain = SyncDataCollector(serial(), policy(), frames_per_batch=12)
         assert bool((compiled.rollout() == plain.rollout()).all()) and calls
+
+    @pytest.mark.parametrize(
+        "arguments, kind, workers",
+        [
+            ({"num_workers": 2}, MultiSyncDataCollector, 2),
+            ({"num_workers": 1, "sync": False}, MultiaSyncDataCollector, 1),
+            ({}, MultiSyncDataCollector, 1),
+        ],
+    )
+    def test_a_collector_whose_backend_is_processes_has_workers(self, arguments, kind, workers):
+        with Collector(countdown, Rule(), backend="process", frames_per_batch=8, **arguments) as collector:
+            assert type(collector) is kind and collector.num_workers == workers
+            assert collector.rollout().numel() == 8
+        with Collector(countdown, Rule(), backend="direct", frames_per_batch=8) as collector:
+            assert type(collector) is SyncDataCollector
+
+    def test_other_backends_and_workers_without_one_are_refused_with_what_to_use(self):
+        for wrong in ({"backend": "ray"}, {"num_workers": 2}):
+            with pytest.raises(TypeError, match="backend='process'"):
+                Collector(countdown, Rule(), frames_per_batch=8, **wrong)
 
     @each("name", ["use_buffers", "trust_policy", "local_init_rb", "extend_buffer"])
     def test_what_needs_nothing_here_is_accepted(self, name):

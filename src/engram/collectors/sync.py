@@ -15,7 +15,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram import _forms as forms
-from engram._advice import advised
+from engram._advice import SignatureOfInit, advised
+from engram._providers import PROVIDERS
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
@@ -274,6 +275,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.
         create_env_kwargs: keyword arguments of `create_env_fn`.
+        backend, num_workers: with "process" the result is a `MultiSyncDataCollector` of so many workers (1 if None), or
+            with `sync=False` a `MultiaSyncDataCollector`, whose arguments the others then are.
         device: what `storing_device`, `policy_device` and `env_device` are unless they are given.
         max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset; None, 0
             and -1: no step. Batches then have `step_count`, int64, the steps of the episode before this one, and under
@@ -337,6 +340,14 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     >>> collector.stats.frames
     400
     """
+
+    def __new__(cls, *args: Any, backend: str | None = None, num_workers: int | None = None, **kwargs: Any) -> Any:
+        if backend != "process" or cls is not SyncDataCollector:
+            return super().__new__(cls)
+        # Of another class, Python does not call `__init__` again.
+        return PROVIDERS["multi_collector"]()(*args, num_workers=num_workers, **kwargs)
+
+    __signature__ = SignatureOfInit()
 
     def __init__(
         self,

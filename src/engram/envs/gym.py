@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 
-from engram._advice import advised
+from engram._advice import SignatureOfInit, advised
 from engram._providers import PROVIDERS
 from engram.envs.base import EnvBase
 from engram.envs.codecs import flag_of, reward_of, reward_vector
@@ -107,6 +107,8 @@ class GymEnv(EnvBase, HasEngines):
         needed = transforms_of(policy, env)
         # Of another class, Python does not call `__init__` again.
         return PROVIDERS["transformed_env"]()(env, needed) if needed else env
+
+    __signature__ = SignatureOfInit()
 
     def __init__(
         self,
