@@ -105,13 +105,11 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
                     f"{self.kind} makes the {what} {sorted(map(str, found))} of an environment, where these are "
                     f"{sorted(map(str, allowed))}: use a transform of engram.envs, or append it to the replay buffer"
                 )
-        added = {key: spec for key, spec in rewards.leaves().items() if key not in parent.full_reward_spec.leaves()}
-        return EnvSpecs(
-            spec_from_torchrl(env.observation_spec),
-            actions["action"] if set(actions.keys()) == {"action"} else before.action,
-            rewards["reward"] if "reward" in parent.full_reward_spec else before.reward,
-            flags["done"],
-            {**before.grouped, **added},
+        return before._replace(
+            observation=spec_from_torchrl(env.observation_spec),
+            action=actions["action"] if set(actions.keys()) == {"action"} else before.action,
+            rewards=rewards,
+            done=flags["done"],
         )
 
     # ---- steps ----
