@@ -856,7 +856,13 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     # ---- environments ----
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        return self.forward(td) if "forward" in self._overrides else self._by_key(td)
+        if "forward" not in self._overrides:
+            return self._by_key(td)
+        return self.forward(td) if self._acts_on(td) else td
+
+    def _acts_on(self, td: TensorDictBase) -> bool:
+        """Whether a child's `forward` is called for this reset or step."""
+        return True
 
     def _inv_call(self, td: TensorDictBase) -> TensorDictBase:
         return self._inv_by_key(td) if self._inverts_by_call else self.inv(td)

@@ -192,7 +192,7 @@ class TargetReturn(TrajectoryTransform, built_in=True):
             pairs = [(key, self._key_of(key)) for key in specs.reward_keys]
             if len({target for _, target in pairs}) < len(pairs):
                 raise ValueError(
-                    f"TargetReturn would write one {self.out_keys[0]!r} for several of the rewards {specs.reward_keys}: "
+                    f"TargetReturn would write one {self.out_keys[0]!r} for several rewards, {specs.reward_keys}: "
                     "give it in_keys and out_keys"
                 )
         specs.require([source for source, _ in pairs], "TargetReturn")

@@ -411,10 +411,8 @@ class _OfRewards(Transform, built_in=True):
         vars(own)["_env_pairs"] = [(key, key) for key in specs.reward_keys]
         return own
 
-    def _call(self, td: TensorDictBase) -> TensorDictBase:
-        # A reset has no rewards, which a child's `forward` would ask for.
-        has_any = any(td.get(source, None) is not None for source, _ in self._env_pairs)
-        return super()._call(td) if has_any else td
+    def _acts_on(self, td: TensorDictBase) -> bool:  # a reset has no rewards, for which `forward` would ask
+        return any(td.get(source, None) is not None for source, _ in self._env_pairs)
 
     def does_the_same(self, other: Transform) -> bool:
         return self._has_settings_of(other)
@@ -766,7 +764,7 @@ def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
 
 
 def rewards_of(batch: Any, who: str) -> list[Key]:
-    """The keys of a batch's rewards: `("next", "reward")`, or `"reward"`, or else those of groups, nested, of this name.
+    """The keys of a batch's rewards: `("next", "reward")`, or `"reward"`, or else those of groups, of this name.
 
     Raises:
         KeyError: it has none.
