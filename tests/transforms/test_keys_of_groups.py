@@ -237,3 +237,47 @@ def test_selected_entries_come_with_the_rewards_and_flags_of_groups():
 def test_rewards_and_flags_of_groups_stay(make):
     with pytest.raises(ValueError, match="rewards and flags"):
         TransformedEnv(Groups(), make())
+
+
+def child_of(kind, *names):
+    """A child whose methods of these names only call those of their parent."""
+
+    def calling(name):
+        def method(self, *args):
+            return getattr(super(child, self), name)(*args)
+
+        return method
+
+    child = type(f"Child{kind.__name__}", (kind,), {name: calling(name) for name in names})
+    return child
+
+
+@each("names", [("forward",), ("_call",), ("_reset", "_step"), ("_apply_transform",), ("_inv_apply_transform",)])
+@each("kind, arguments", [("RewardClipping", (-1.0, 1.0)), ("RewardScaling", (0.0, 0.5))])
+@each("groups", [((),), (("a",), ("b",))])
+def test_child_whose_methods_call_their_parents_has_its_rewards_and_specs(names, kind, arguments, groups):
+    kind = getattr(transforms, kind)
+    envs = [TransformedEnv(Groups(groups), one(*arguments)) for one in (kind, child_of(kind, *names))]
+    parent, child = (leaves(env.rollout(6, break_when_any_done=False)["next"]) for env in envs)
+    assert parent.keys() == child.keys() and all(torch.equal(parent[key], child[key]) for key in parent)
+    assert envs[0].full_reward_spec == envs[1].full_reward_spec
+    assert all(isinstance(spec, Bounded) for spec in envs[1].full_reward_spec.leaves().values())
+
+
+def test_child_that_does_more_than_its_parent_has_no_bounds_of_it():
+    class Larger(transforms.RewardClipping):
+        def _step(self, td, following):
+            following = super()._step(td, following)
+            return following.set("reward", following["reward"] * 100)
+
+    env = TransformedEnv(Groups(((),)), Larger(-1.0, 1.0))
+    assert isinstance(env.reward_spec, Unbounded) and env.rollout(3)["next", "reward"].max() == 100
+
+
+def test_child_with_an_inverse_that_calls_its_parents_is_taken():
+    kind = child_of(transforms.RewardSum, "_inv_apply_transform")
+    assert "episode_reward" in TransformedEnv(Groups(((),)), kind()).rollout(3)["next"].keys()
+    with pytest.warns(UserWarning, match="in_keys_inv"):
+        rb = ReplayBuffer(storage=LazyTensorStorage(20), transform=kind(), batch_size=4)
+    rb.extend(Groups(((),)).rollout(LENGTH))
+    assert "episode_reward" in rb[:]["next"].keys()

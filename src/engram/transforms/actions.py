@@ -57,7 +57,7 @@ class FrameSkipTransform(Transform, built_in=True):
                 "SerialEnv(n, lambda: TransformedEnv(env, FrameSkipTransform(4)))"
             )
         own = copy.copy(self)  # the copy has this environment as its parent
-        own._rewards, own._actions = specs.reward_keys, specs.action_keys
+        vars(own).update(_rewards=specs.reward_keys, _actions=specs.action_keys)
         return own
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:

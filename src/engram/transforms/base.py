@@ -41,6 +41,7 @@ from engram.transforms.env_specs import (
     FLAGS,
     RESULT_KEYS,
     EnvSpecs,
+    acts_as,
     clone_composite,
     map_leaves,
     map_spec,
@@ -873,7 +874,11 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         own = self._overrides
         learns_by_trial = own.isdisjoint(_OF_SPECS) and not own.isdisjoint(_OF_VALUES)
-        return specs_by_trial(self, specs) if learns_by_trial else super().transform_specs(specs)
+        if not learns_by_trial:
+            return super().transform_specs(specs)
+        tried, ours = specs_by_trial(self, specs), self.library_class()
+        # A child that does what its parent does has its parent's bounds.
+        return super().transform_specs(specs) if ours is not Transform and acts_as(self, ours, specs) else tried
 
     # ---- writing ----
     def inv(self, tensordict: Any) -> Any:
@@ -924,9 +929,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """Whether the stored data differ from those that the caller writes."""
         return self._inverts()
 
+    @classmethod
+    def library_class(cls) -> type[Transform]:
+        """The class of the library that a user's class derives from; of one of the library's, itself."""
+        return next(kind for kind in cls.__mro__ if kind in BUILT_IN)
+
     def names_no_entry_to_invert(self) -> bool:
         """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
-        ours = next(kind for kind in type(self).__mro__ if kind in BUILT_IN)
+        ours = self.library_class()
         has_caller = not self._overrides.isdisjoint(("inv", "_inv_call", "inverse_stream"))
         return "_inv_apply_transform" in overrides(type(self), ours) and not has_caller and not self.in_keys_inv
 

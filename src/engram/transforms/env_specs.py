@@ -86,6 +86,11 @@ class EnvSpecs(NamedTuple):
             rewards[key] = spec
         return self._replace(rewards=rewards)
 
+    def drawn(self, *, stepped: bool) -> TensorDictBase:
+        """As `blank`, with random observations and rewards."""
+        td = self.blank(stepped=stepped).update(self.observation.rand())
+        return td.update(self.rewards.rand()) if stepped else td
+
     def blank(self, *, stepped: bool) -> TensorDictBase:
         """Zeros for all entries of a reset or, with `stepped`, of a step's `"next"`."""
         td = self.observation.zero()
@@ -219,6 +224,39 @@ def specs_by_trial(transform: Any, specs: EnvSpecs) -> EnvSpecs:
     observation = filter_leaves(clone_composite(specs.observation), lambda key: key in leaves)
     result = specs._replace(observation=observation).with_entries({key: spec_of(key) for key in leaves})
     return result.with_rewards(lambda key, _: spec_of(key))._replace(done=spec_of("done"))
+
+
+def acts_as(transform: Any, kind: type, specs: EnvSpecs) -> bool:
+    """Whether a transform gives what an object of its parent class `kind` would, as far as some steps tell."""
+    try:
+        own, plain = copy.deepcopy(transform), copy.deepcopy(transform)
+        plain.__class__ = kind
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(_TRIALS):
+                fresh, following = (specs.drawn(stepped=stepped) for stepped in (False, True))
+                root = fresh.copy().set("action", specs.action.zero())
+                for results in zip(*(_outcome(one, fresh, root, following) for one in (own, plain)), strict=True):
+                    if not _are_equal(*results):
+                        return False
+    except Exception:  # of a class of a user's, which may do anything
+        return False
+    return True
+
+
+_TRIALS = 3
+
+
+def _outcome(transform: Any, fresh: TensorDictBase, root: TensorDictBase, following: TensorDictBase) -> list[Any]:
+    calls = transform.env_steps()[0]
+    return [
+        calls.reset(TensorDict(batch_size=fresh.batch_size), fresh.clone()),
+        calls.step(root.clone(), following.clone()),
+    ]
+
+
+def _are_equal(one: TensorDictBase, other: TensorDictBase) -> bool:
+    leaves, others = (dict(td.items(True, True)) for td in (one, other))
+    return leaves.keys() == others.keys() and all(torch.equal(leaves[key], others[key]) for key in leaves)
 
 
 def _check_result(result: Any, needed: Sequence[Key], transform: Any) -> None:

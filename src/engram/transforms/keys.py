@@ -182,7 +182,7 @@ class SelectTransform(Transform, built_in=True):
 
     def for_env(self, specs: EnvSpecs) -> SelectTransform:
         own = copy.copy(self)
-        own._results = specs.result_keys
+        vars(own).update(_results=specs.result_keys)
         return own
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:

@@ -1009,8 +1009,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         for part in transform.parts():
             if part.names_no_entry_to_invert():
                 warn_user(
-                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys)} are stored as "
-                    "they are written, and changed on reading only; in_keys_inv names the entries to change on writing",
+                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys) or 'entries'} "
+                    "are stored as they are written, and changed on reading only; in_keys_inv names the entries to "
+                    "change on writing",
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:
