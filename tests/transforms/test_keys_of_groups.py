@@ -93,6 +93,7 @@ ARGUMENTS = {
     "Resize": None,  # of images
     "RewardClipping": {"clamp_min": -1.0, "clamp_max": 1.0},
     "RewardScaling": {"loc": 1.0, "scale": 2.0},
+    "MultiStepTransform": {"n_steps": 2, "gamma": 0.5},
     "StepCounter": {"max_steps": 3},
     "TargetReturn": {"target_return": 10.0},
     "TensorDictPrimer": {"hidden": Unbounded((2,))},
@@ -200,10 +201,19 @@ def test_batches_whose_rewards_are_nested_are_changed_as_in_the_environment(kind
     for key, value in leaves(expected).items():
         if key in before and torch.equal(value, before[key]):
             continue
-        where = key[1:] if key[0] == "next" else key
+        root = key[:1] if key[0] == "next" else ()
         for group in (("a",), ("b", "c")):
-            found = changed[(*key[: len(key) - len(where)], *group, *where)]
-            assert torch.equal(found, value), (group, key)
+            assert torch.equal(changed[(*root, *group, *key[len(root) :])], value), (group, key)
+
+
+def test_rewards_of_groups_are_summed_over_n_steps():
+    written, plain = (
+        made("MultiStepTransform").inv(Groups(where).rollout(8, break_when_any_done=False))["next"]
+        for where in ((("a",), ("b", "c")), ((),))
+    )
+    for group in (("a",), ("b", "c")):
+        for name in ("reward", "original_reward"):
+            assert torch.equal(written[(*group, name)], plain[name])
 
 
 def test_batches_without_rewards_are_refused_by_name():
