@@ -389,7 +389,7 @@ NAMES: dict[str, dict[str, str]] = {
             "RemoveEmptySpecs RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack "
             "SuccessReward TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer "
             "UnaryTransform UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform "
-            "VecGymEnvTransform VmasEnv VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping "
+            "VecGymEnvTransform Walker2dEnv WorldModelEnv check_marl_grouping "
             "default_info_dict_reader gSDENoise get_available_libraries make_composite_from_td "
             "register_gym_spec_conversion terminated_or_truncated",
         ),
