@@ -35,8 +35,8 @@ def test_every_name_with_advice_is_an_import_error_that_gives_it(module):
 
 
 def test_a_name_that_stays_torchrls_is_imported_from_there():
-    with pytest.raises(ImportError, match=r"stays TorchRL's.* from torchrl\.envs import Vmas"):
-        from engram.envs import VmasEnv  # noqa: F401
+    with pytest.raises(ImportError, match=r"stays TorchRL's.* from torchrl\.envs import Jumanji"):
+        from engram.envs import JumanjiEnv  # noqa: F401
     with pytest.raises(ImportError, match=r"from torchrl\.data import TensorDictTokenizer"):
         from engram.data import TensorDictTokenizer  # noqa: F401
 

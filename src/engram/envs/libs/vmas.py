@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,9 +19,10 @@ _Agents = Mapping[str, Sequence[str]]
 def _module() -> Any:
     """The module `vmas`. Raises ImportError where it is missing."""
     try:
-        return importlib.import_module("vmas")
+        import vmas
     except ImportError as error:
         raise ImportError(f"VmasEnv needs vmas ({error}): pip install vmas") from error
+    return vmas
 
 
 class VmasWrapper(EnvBase):
