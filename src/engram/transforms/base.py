@@ -872,13 +872,18 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return bool(self.in_keys_inv) or not self._overrides.isdisjoint(("inv", "_inv_call"))
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        own = self._overrides
-        learns_by_trial = own.isdisjoint(_OF_SPECS) and not own.isdisjoint(_OF_VALUES)
-        if not learns_by_trial:
+        if not self.learns_specs_by_trial():
             return super().transform_specs(specs)
         tried, ours = specs_by_trial(self, specs), self.library_class()
         # A child that does what its parent does has its parent's bounds.
-        return super().transform_specs(specs) if ours is not Transform and acts_as(self, ours, specs) else tried
+        is_child = ours is not Transform and not ours.learns_specs_by_trial()
+        return super().transform_specs(specs) if is_child and acts_as(self, ours, specs) else tried
+
+    @classmethod
+    def learns_specs_by_trial(cls) -> bool:
+        """Whether specs are learnt from what it makes of some values."""
+        own = cls._overrides
+        return own.isdisjoint(_OF_SPECS) and not own.isdisjoint(_OF_VALUES)
 
     # ---- writing ----
     def inv(self, tensordict: Any) -> Any:
