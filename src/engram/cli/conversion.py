@@ -258,7 +258,7 @@ class _Ends:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         counted = trajectories_of(storage, DONE)
-        columns = [torch.empty(0, dtype=torch.int64)] * 4 if isinstance(counted, str) else counted[:4]
+        columns = [torch.empty(0, dtype=torch.int64, device="cpu")] * 4 if isinstance(counted, str) else counted[:4]
         self._lane, self._env, self._start, self._length = (values.numpy() for values in columns)
 
     def hidden(self) -> int:
@@ -289,7 +289,7 @@ class _Ends:
         lanes = _lanes(self._storage)
         capacity = lanes.store.lane_capacity
         column = read_column(self._storage, path, torch.from_numpy(self._lane * capacity + sequences % capacity))
-        which = torch.arange(len(self._lane)), torch.from_numpy(self._env), 0
+        which = torch.arange(len(self._lane), device="cpu"), torch.from_numpy(self._env), 0
         return column.reshape(len(self._lane), lanes.envs, -1)[which].numpy()
 
 
@@ -299,7 +299,7 @@ def _unheld_flags(storage: Storage, paths: Sequence[KeyPath]) -> list[str]:
     lanes = _lanes(storage)
     for lane, state in enumerate(lanes.states()):
         for begin in range(state["first"], state["published"], _ROWS_AT_ONCE):
-            sequences = torch.arange(begin, min(begin + _ROWS_AT_ONCE, state["published"]))
+            sequences = torch.arange(begin, min(begin + _ROWS_AT_ONCE, state["published"]), device="cpu")
             slots = lane * lanes.store.lane_capacity + sequences % lanes.store.lane_capacity
 
             def column(path: KeyPath, slots: torch.Tensor = slots) -> Any:
@@ -420,7 +420,7 @@ def _to_torchrl(request: _Request) -> int:
                 mapped = like(prefix=folder / "storage")
             n = len(block.rows)
             for key in block.rows.keys(include_nested=True, leaves_only=True):
-                values = torch.arange(rows, rows + n) if key == INDEX else block.rows[key]
+                values = torch.arange(rows, rows + n, device="cpu") if key == INDEX else block.rows[key]
                 mapped[key][rows : rows + n].copy_(values)
             rows += n
             advance(n)

@@ -116,7 +116,7 @@ def _frames(storage: Storage, path: KeyPath, lane: int, env: int, steps: range, 
     assert lanes is not None
     capacity = lanes.store.lane_capacity
     for start in range(steps.start, steps.stop, _AT_ONCE):
-        times = torch.arange(start, min(start + _AT_ONCE, steps.stop))
+        times = torch.arange(start, min(start + _AT_ONCE, steps.stop), device="cpu")
         column = read_column(storage, path, lane * capacity + times % capacity)
         values = column[:, env] if lanes.envs > 1 else column
         if lanes.store.lane(lane)["first"] > start:

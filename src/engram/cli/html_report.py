@@ -200,7 +200,7 @@ def _film_strips(storage: Storage) -> Iterator[str]:
     capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
     longest = int(trajectories.length.argmax())
     lane, env, start, length = (int(column[longest]) for column in trajectories[:4])
-    steps = start + torch.linspace(0, length - 1, min(_STRIP, length), dtype=torch.float64).round().long()
+    steps = start + torch.linspace(0, length - 1, min(_STRIP, length), dtype=torch.float64, device="cpu").round().long()
     for name, path in keys.items():
         column = read_column(storage, path, lane * capacity + steps % capacity)
         frames = last_frames((column[:, env] if envs > 1 else column).numpy())

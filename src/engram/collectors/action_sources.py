@@ -403,7 +403,7 @@ def _described(td: TensorDictBase) -> str:
 def _unset_flags(batch_size: torch.Size) -> Iterator[Tensor]:
     """Endless tensors bool `[*batch_size, 1]` of zeros, each with memory of its own."""
     while True:
-        yield from torch.zeros(64, *batch_size, 1, dtype=torch.bool).unbind(0)
+        yield from torch.zeros(64, *batch_size, 1, dtype=torch.bool, device="cpu").unbind(0)
 
 
 class _PolicyInput:
@@ -421,7 +421,7 @@ class _PolicyInput:
         self._entries: dict[str, Any] = {}
         self._td = tensordict_of(self._entries, self._batch_size, device=self._device)
         self._references = sys.getrefcount(self._td)
-        self._entries.update(dict.fromkeys(FLAGS, torch.zeros(*self._batch_size, 1, dtype=torch.bool)))
+        self._entries.update(dict.fromkeys(FLAGS, torch.zeros(*self._batch_size, 1, dtype=torch.bool, device="cpu")))
         self._has_entries = "done" in self._td  # else tensordict has copied the dict, and cannot share it
 
     def filled(self, entries: dict[str, Any]) -> TensorDict:

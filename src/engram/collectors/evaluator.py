@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
 from typing import Any, NamedTuple
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
@@ -29,7 +28,7 @@ from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.errors import WorkerError
 from engram.processes.pool import Processes, WorkerPool
 from engram.processes.worker import Channel, CloudpickleWrapper, Worker, packed_exception
-from engram.pytree import Key
+from engram.pytree import Key, to_tensor
 
 Metrics = dict[str, Any]
 
@@ -347,5 +346,5 @@ def _result(
 ) -> Metrics:
     result = {f"{prefix}/{name}": value for name, value in {**run(weights), "step": step}.items()}
     if on_result is not None:
-        on_result(TensorDict({name: torch.as_tensor(value) for name, value in result.items()}))
+        on_result(TensorDict({name: to_tensor(value) for name, value in result.items()}))
     return result

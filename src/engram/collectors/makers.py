@@ -74,7 +74,7 @@ class CopyOfEnvironment:
     def __call__(self) -> Any:
         env = pickle.loads(self._pickled).function
         if self.has_own_seed:
-            env.set_seed(int(torch.randint(2**31, ())))
+            env.set_seed(int(torch.randint(2**31, (), device="cpu")))
         return env
 
 

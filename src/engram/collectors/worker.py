@@ -377,6 +377,6 @@ class SharedBatchReader:
         if ref.storage is not None:
             self._storage = ref.storage
         n, capacity = torch.Size(ref.shape).numel(), self._storage.max_size
-        slots = torch.arange(ref.first, ref.first + n).remainder_(capacity)
+        slots = torch.arange(ref.first, ref.first + n, device="cpu").remainder_(capacity)
         batch: TensorDictBase = self._storage.get(slots)
         return batch.reshape(ref.shape).clear_device_()

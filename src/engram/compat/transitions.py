@@ -16,7 +16,7 @@ from torch import Tensor
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
 from engram.kernel.replay import append_step, read_leaves, read_n_steps
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
-from engram.pytree import KeyPath, get_entry
+from engram.pytree import KeyPath, get_entry, to_tensor
 
 #: Makes a storage: called with the number of steps of all environments together, `ndim=2`, and `compact=True` where
 #: observations are to be stored once.
@@ -226,7 +226,7 @@ class TransitionRows:
         if rows.absent is None and rows.overwritten is None:
             leaves: list[Tensor] = rows.batch
             return leaves
-        whole = storage.get(storage.from_slots(torch.as_tensor(slots)))  # which names what is absent, and reads again
+        whole = storage.get(storage.from_slots(to_tensor(slots)))  # which names what is absent, and reads again
         return [get_entry(whole, path) for path in paths]
 
     def _rebuilt(self, leaves: list[Tensor]) -> Any:

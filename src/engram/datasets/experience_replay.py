@@ -98,9 +98,9 @@ def _padded(trajectories: list[TensorDictBase]) -> TensorDictBase:
     """`[trajectories, longest]`; the mask (bool) says which steps are real."""
     if not trajectories:
         return TensorDict(batch_size=[0, 0])
-    lengths = torch.tensor([len(one) for one in trajectories])
+    lengths = torch.tensor([len(one) for one in trajectories], device="cpu")
     batch: TensorDictBase = pad_sequence(trajectories)
-    return batch.set(("collector", "mask"), torch.arange(batch.shape[1]) < lengths.unsqueeze(1))
+    return batch.set(("collector", "mask"), torch.arange(batch.shape[1], device="cpu") < lengths.unsqueeze(1))
 
 
 class MinariExperienceReplay(DatasetReplay):

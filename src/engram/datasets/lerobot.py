@@ -286,7 +286,7 @@ class LeRobotReader:
 
     def _steps(self, frames: Columns, n: int, first_id: int) -> TensorDict:
         """The first `n` frames as steps; those behind them are looked at only."""
-        last = torch.ones(len(frames[_EPISODE]), dtype=torch.bool)
+        last = torch.ones(len(frames[_EPISODE]), dtype=torch.bool, device="cpu")
         last[:-1] = frames["episode"][1:] != frames["episode"][:-1]
         terminated, truncated, kept = self._ends(frames, last)
         now = torch.nonzero(kept[:n]).flatten()

@@ -283,7 +283,7 @@ class ParquetColumn(NamedTuple):
     def from_arrow(self, array: Any, rows: int) -> Tensor:
         """The reverse: a new tensor `[rows, *shape]`."""
         if self.kind == "none":
-            return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype)
+            return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype, device="cpu")
         if self.kind == "bytes":
             size = self.leaf.nbytes
             pa = import_pyarrow()
@@ -1038,7 +1038,9 @@ def _check_ids(block: Any, storage: Any) -> None:
             continue
         with storage.mutex:
             cursor = storage.lanes.cursor
-            last = storage.column(path, torch.tensor([(cursor - 1) % (storage.lanes.store.lane_capacity)]))
+            last = storage.column(
+                path, torch.tensor([(cursor - 1) % (storage.lanes.store.lane_capacity)], device="cpu")
+            )
         if int(last.reshape(-1)[0]) == int(ids.reshape(-1)[0]):
             raise ValueError(
                 f"the buffer ends with the trajectory {int(last.reshape(-1)[0])}, the file begins with one of the same "

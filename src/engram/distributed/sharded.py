@@ -42,6 +42,7 @@ from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import IN_BUFFERS, WriteRequest, mark_rows, warn_if_idle
 from engram.kernel.rows import RowLayout
 from engram.kernel.tools import ReadAsMapping, count, warn_user
+from engram.pytree import to_tensor
 
 _STINT = ", stint "  # in the name of a producer, before the number of its stint
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
@@ -238,7 +239,7 @@ class ShardedReplayBuffer:
                     request = transform.flush(request) if flushed else transform.inverse_stream(request)
                 batch = request.items
                 if batch is None:  # a transform holds all of it back
-                    return torch.empty(0, dtype=torch.int64)
+                    return torch.empty(0, dtype=torch.int64, device="cpu")
                 block = pack(self._layout or RowLayout.of(batch, 1), batch)
                 given = None if priority is None else self._priorities_of(request, priority, len(block))
                 self._adopt_layout_of(batch, deadline)
@@ -971,7 +972,7 @@ def _as_column(numbers: Any) -> Tensor:
     """Whole numbers as int64 [n]."""
     if type(numbers) is Tensor and numbers.dtype is torch.int64 and numbers.ndim == 1:
         return numbers
-    return torch.as_tensor(numbers, dtype=torch.int64).reshape(-1)
+    return to_tensor(numbers, dtype=torch.int64).reshape(-1)
 
 
 def _name_of_stint(name: str, number: int) -> str:

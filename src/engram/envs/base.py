@@ -438,7 +438,7 @@ class FrameQueue:
             calls, dropped = self._index.take(steps)
         del self._steps[:dropped], self._versions[:dropped]
         if steps < total:
-            rows = batch.reshape(n, total)[torch.arange(n)[:, None], torch.from_numpy(calls.copy())]
+            rows = batch.reshape(n, total)[torch.arange(n, device="cpu")[:, None], torch.from_numpy(calls.copy())]
             batch = rows.reshape(*self._batch_size, steps)
         return batch, versions[calls]
 
@@ -1048,7 +1048,7 @@ class EnvBase(nn.Module, HasSpaces):
         td = tensordict if begins_here else self.reset(tensordict, **state)
         assert td is not None
         frames, following, given = FrameQueue(td.batch_size), step_mdp_of(self), given_entries(self)
-        have_ended, ended = torch.zeros((), dtype=torch.bool), None
+        have_ended, ended = torch.zeros((), dtype=torch.bool, device="cpu"), None
         while True:
             record = StepRecord(td, given)
             acted = act(record.shown)

@@ -229,7 +229,7 @@ def _spec_of_probe(key: Key, infos: Sequence[Mapping[str, Any]], batch_dims: int
 def _raw_dtype_and_shape(key: Key, spec: Spec) -> tuple[Any, tuple[int, ...]]:
     if spec.dtype is None:
         raise TypeError(f"info_keys[{key!r}] must be the spec of one tensor, got {spec}; name its entries by tuples")
-    return torch.zeros(0, dtype=spec.dtype).numpy().dtype, tuple(spec.shape)
+    return torch.zeros(0, dtype=spec.dtype, device="cpu").numpy().dtype, tuple(spec.shape)
 
 
 def _entry_of(info: Any, path: tuple[str, ...]) -> Any:

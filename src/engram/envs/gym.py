@@ -304,9 +304,9 @@ class SingleStepper:
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)
         if shape := self.engine.reward_shape:
-            values["reward"] = torch.tensor(reward_vector(reward, shape))
+            values["reward"] = torch.tensor(reward_vector(reward, shape), device="cpu")
         else:
-            values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
-        values["terminated"] = torch.tensor([flag_of(terminated, "terminated")])
-        values["truncated"] = torch.tensor([flag_of(truncated, "truncated")])
+            values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32, device="cpu")
+        values["terminated"] = torch.tensor([flag_of(terminated, "terminated")], device="cpu")
+        values["truncated"] = torch.tensor([flag_of(truncated, "truncated")], device="cpu")
         return values

@@ -36,7 +36,7 @@ from torch.distributions import Distribution
 from engram._advice import advised
 from engram._overrides import overrides
 from engram.envs.action_checks import action_keys
-from engram.pytree import get_entry, set_entry
+from engram.pytree import get_entry, set_entry, to_tensor
 from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
@@ -512,7 +512,7 @@ class RecordedActions:
             )
         [(key, spec)] = self._specs.items()
         if not isinstance(action, Tensor):
-            action = torch.as_tensor(action)
+            action = to_tensor(action)
             if action.is_floating_point() == spec.dtype.is_floating_point:
                 action = action.to(spec.dtype)
         return td.set(key, action.to(td.device or action.device, copy=True))

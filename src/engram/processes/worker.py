@@ -218,7 +218,7 @@ class Worker:
         self.name = name
         self._owner = os.getpid()
         self._connection, theirs = context.Pipe()
-        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self.seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
         self.clock = clock
         main_args = (

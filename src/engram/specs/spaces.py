@@ -87,7 +87,9 @@ def _require_distinct_names(space: Any) -> None:
 
 def _box(space: Any, categorical: bool) -> Spec:
     try:
-        low, high = (torch.tensor(end.astype(space.dtype.type)) for end in (space.low, space.high))  # native byte order
+        low, high = (
+            torch.tensor(end.astype(space.dtype.type), device="cpu") for end in (space.low, space.high)
+        )  # native byte order
     except TypeError as error:
         raise TypeError(
             f"a Box of {space.dtype} has no tensor form, as torch has no such numbers; give it another dtype by a "

@@ -106,7 +106,7 @@ def _restacked(
         n_new = len(shape_after(shape[:ndim], change))
         return stack_specs([one.with_batch(ndim, change) for one in specs], dim + n_new - ndim)
     n, batch = len(specs), shape[:ndim]
-    number = torch.arange(n).reshape([n if i == dim else 1 for i in range(ndim)]).expand(batch)
+    number = torch.arange(n, device="cpu").reshape([n if i == dim else 1 for i in range(ndim)]).expand(batch)
     members = change(number)  # which member each place of the result belongs to
 
     def changed(tensor: Tensor) -> Tensor:

@@ -116,11 +116,11 @@ class Text(LeafTensorSpec):
 
     def _draw(self, shape: torch.Size) -> Tensor:
         count, longest = shape[:-1].numel(), self.max_length
-        drawn = torch.zeros((count, self.width), dtype=torch.uint8)
+        drawn = torch.zeros((count, self.width), dtype=torch.uint8, device="cpu")
         if longest:
             letters = np.array(list(_LETTERS if self.charset is None else self.charset))
-            texts = letters[torch.randint(len(letters), (count, longest)).numpy()]
-            length = torch.randint(self.min_length, longest + 1, (count, 1)).numpy()
+            texts = letters[torch.randint(len(letters), (count, longest), device="cpu").numpy()]
+            length = torch.randint(self.min_length, longest + 1, (count, 1), device="cpu").numpy()
             texts[np.arange(longest) >= length] = ""
             for row, text in zip(drawn.numpy(), texts.view(f"U{longest}")[:, 0].tolist(), strict=True):
                 row[:] = bytes_of_text(text, self.width)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram._copies import PartlyCopied
-from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
+from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key, to_tensor
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 from engram.store.row_form import DONE, IDS
@@ -203,7 +203,7 @@ class EpisodeIndex(PartlyCopied):
     def trajectories(self, steps: StepSource) -> StoredTrajectories:
         """Every stored trajectory."""
         if self._of(steps) is None:
-            return StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+            return StoredTrajectories(*(torch.empty(0, dtype=torch.int64, device="cpu") for _ in range(4)))
         return StoredTrajectories(*self._query(steps, "trajectories"))
 
     def trajectories_and_rows(self, steps: StepSource) -> tuple[StoredTrajectories, list[range]]:
@@ -304,7 +304,7 @@ class _StorageSteps:
         self._capacity, self._envs = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
-        slots = lane * self._capacity + torch.arange(start, stop) % self._capacity
+        slots = lane * self._capacity + torch.arange(start, stop, device="cpu") % self._capacity
         values = [self._steps().column(path, slots).reshape(stop - start, self._envs) for path in self._paths]
         if len(values) == 1:
             return _as_array(_whole(values[0], format_key(self._paths[0])))
@@ -348,7 +348,7 @@ def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], rule: str) -> Leaf
 def _per_step(given: Tensor | None, ids: bool) -> Tensor | None:
     if given is None:
         return None
-    given = torch.as_tensor(given).detach().cpu()
+    given = to_tensor(given).detach().cpu()
     if ids:
         given = _whole(given, "trajectories")
     if given.dtype not in (_INTEGERS if ids else _FLAGS):

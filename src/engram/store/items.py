@@ -224,7 +224,7 @@ class ItemTable(Table):
         if not PackedItems.can_hold(first):
             return None
         if index_key is not None:
-            first = _with_index(first, index_key, torch.zeros((), dtype=torch.int64))
+            first = _with_index(first, index_key, torch.zeros((), dtype=torch.int64, device="cpu"))
         try:
             return PackedItems(first, self._lanes)
         except (ValueError, TypeError):
@@ -872,7 +872,7 @@ def _with_kept(stored: Any, item: Any, kept: frozenset[KeyPath]) -> Any:
 
 def _own_sequences(sequences: dict[int, int], slots: Tensor) -> Tensor:
     """The sequences that the items in these slots carry: int64 [n]."""
-    return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64)
+    return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64, device="cpu")
 
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:

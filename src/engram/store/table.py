@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram.errors import StorageError
-from engram.pytree import KeyPath, format_key, get_entry
+from engram.pytree import KeyPath, format_key, get_entry, to_tensor
 from engram.store.indexing import Selection, last_of_each, stored_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
@@ -128,7 +128,7 @@ class Table(abc.ABC):
         if self.lanes is None or not len(self.lanes):
             return 0
         rows = self.read(stored_slots(self.lanes.store)[:1]).batch
-        values = [torch.as_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
+        values = [to_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
         return sum(value.numel() * value.itemsize for value in values)
 
     @property
@@ -223,7 +223,7 @@ class Table(abc.ABC):
         """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
         path, value = pytree.describe(items, 0)[1][0]
         leaf = self.leaf(path)
-        return leaf is not None and torch.as_tensor(value).ndim == env_dims + len(leaf.shape)
+        return leaf is not None and to_tensor(value).ndim == env_dims + len(leaf.shape)
 
     def for_selection(self, items: Any, selection: Selection) -> Any:
         """Data for the rows of an index as `overwrite` takes them: one step is repeated."""
@@ -293,7 +293,7 @@ class Table(abc.ABC):
         """As `column` of a storage."""
 
         def read(part: Tensor) -> Tensor:
-            rows = torch.as_tensor(expand_slots(part, math.prod(self.env_shape)))
+            rows = to_tensor(expand_slots(part, math.prod(self.env_shape)))
             values = get_entry(self.read(rows).batch, path)
             if values is None:
                 raise KeyError(f"the stored steps have no {format_key(path)}")

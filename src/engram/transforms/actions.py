@@ -11,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._checks import count
-from engram.pytree import Key, Keys, key_path
+from engram.pytree import Key, Keys, key_path, to_tensor
 from engram.specs import Bounded, Spec, Unbounded
 from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, map_leaves
@@ -174,7 +174,7 @@ class ActionScaling(ObservationNorm, built_in=True):
             raise ValueError(
                 f"give mean and std, or low and high, got mean={mean}, std={std}, low={low} and high={high}"
             )
-        one, other = (torch.as_tensor(value) for value in pairs[0])
+        one, other = (to_tensor(value) for value in pairs[0])
         loc, scale = (one, other) if mean is not None else ((one + other) / 2, (other - one) / 2)
         return cls(loc=loc, scale=scale.clamp_min(eps), **settings)
 

@@ -24,6 +24,7 @@ from engram.pytree import (
     require_tensor,
     set_entry,
     take_rows,
+    to_tensor,
 )
 from engram.specs import Bounded, Spec
 from engram.transforms.base import EnvTransformMixin, FrameStacks, Transform, select_reset, to_device
@@ -327,7 +328,7 @@ def _stack_frames(
     """
     constant = None
     if form.padding == "constant":
-        constant = torch.as_tensor(form.padding_value, dtype=frames.dtype)
+        constant = to_tensor(form.padding_value, dtype=frames.dtype)
     if not (frames.requires_grad or (newest is not None and newest.requires_grad)):
         behind = None if newest is None else newest.contiguous()
         stacks = _native.stack_frames(frames.contiguous(), at, first, form.N, form.dim, behind, rows, constant)

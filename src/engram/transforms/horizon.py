@@ -106,13 +106,13 @@ class RandomTruncationTransform(Transform, built_in=True):
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         done, mask = fresh.get("done"), td.get("_reset", None)
         if mask is None or self._horizon is None or self._is_first is None:
-            self._horizon = torch.randint(1, self.max_horizon + 1, done.shape).to(done.device)
+            self._horizon = torch.randint(1, self.max_horizon + 1, done.shape, device="cpu").to(done.device)
             self._is_first = torch.ones_like(done, dtype=torch.bool)
             return fresh
         is_first = to_device(self._is_first, done.device)
         prob = torch.where(is_first, self.first_episode_prob, self.prob)
-        drawn = torch.randint(self.min_horizon, self.max_horizon + 1, done.shape).to(done.device)
-        horizon = torch.where(torch.rand(done.shape).to(done.device) < prob, drawn, self.max_horizon)
+        drawn = torch.randint(self.min_horizon, self.max_horizon + 1, done.shape, device="cpu").to(done.device)
+        horizon = torch.where(torch.rand(done.shape, device="cpu").to(done.device) < prob, drawn, self.max_horizon)
         self._horizon = select_reset(td, horizon, self._horizon)
         self._is_first = select_reset(td, torch.zeros_like(is_first), is_first)
         return fresh
@@ -120,7 +120,7 @@ class RandomTruncationTransform(Transform, built_in=True):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         done = following.get("done")
         if self._horizon is None:  # steps without a reset
-            self._horizon = torch.full(done.shape, self.max_horizon)
+            self._horizon = torch.full(done.shape, self.max_horizon, device="cpu")
         self._horizon = to_device(self._horizon, done.device)
         over = following.get(self.step_count_key) >= self._horizon
         return end_episodes(following, over, self._groups)
@@ -211,7 +211,7 @@ class TargetReturn(TrajectoryTransform, built_in=True):
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         for (_, target), spec in zip(self._env_pairs, self._reward_specs, strict=True):
-            value = torch.full(spec.shape, self.target_return, dtype=_float_of(spec.dtype))
+            value = torch.full(spec.shape, self.target_return, dtype=_float_of(spec.dtype), device="cpu")
             fresh.set(target, to_device(value, fresh.get("done").device))
         return fresh
 

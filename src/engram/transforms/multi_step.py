@@ -31,6 +31,7 @@ from engram.pytree import (
     map_outermost,
     require_tensor,
     set_entry,
+    to_tensor,
     unflatten,
     unstack,
 )
@@ -100,7 +101,7 @@ def set_n_steps(
         set_entry(batch, sibling_key(key, f"original_{key_path(key)[-1]}"), reward)
     done = now.done.gather(1, end)
     dtype = rewards[0][1].dtype if rewards and rewards[0][1].is_floating_point() else torch.get_default_dtype()
-    return NSteps(steps, done, torch.as_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype))
+    return NSteps(steps, done, to_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype))
 
 
 def _at(now: TrajectoryBounds, end: Tensor) -> Callable[[Tensor], Tensor]:

@@ -66,7 +66,7 @@ class RandomCropTensorDict(Transform, built_in=True):
 
     def _cropped(self, batch: TensorDictBase, dim: int) -> Any:
         shape, length = batch.batch_size, self.sub_seq_len
-        lengths = torch.full((*shape[:dim], 1, *shape[dim + 1 :]), shape[dim])
+        lengths = torch.full((*shape[:dim], 1, *shape[dim + 1 :]), shape[dim], device="cpu")
         if self.mask_key is not None:
             mask = require_tensor(batch, self.mask_key, "RandomCropTensorDict").reshape(shape)
             lengths = mask.sum(dim, keepdim=True).cpu()
@@ -75,8 +75,8 @@ class RandomCropTensorDict(Transform, built_in=True):
                 f"a piece has sub_seq_len={length} steps, and a sequence of this batch {list(shape)} has "
                 f"{int(lengths.min())}: take shorter pieces, or draw slices with a SliceSampler"
             )
-        start = (torch.rand(lengths.shape, dtype=torch.float64) * (lengths - length + 1)).long()
-        steps = torch.arange(length).reshape(length, *[1] * (len(shape) - dim - 1))
+        start = (torch.rand(lengths.shape, dtype=torch.float64, device="cpu") * (lengths - length + 1)).long()
+        steps = torch.arange(length, device="cpu").reshape(length, *[1] * (len(shape) - dim - 1))
         places = start + steps
 
         def pieces(leaf: Tensor) -> Tensor:

@@ -751,7 +751,7 @@ class InitTracker(TrajectoryTransform, built_in=True):
 def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
     """`running_sum` by adding one step after another, as an environment does: equal to the last bit."""
     sums = x.numpy().copy()
-    starts = (first == torch.arange(x.shape[1])).numpy()
+    starts = (first == torch.arange(x.shape[1], device="cpu")).numpy()
     for row, is_start in zip(sums, starts, strict=True):
         bounds = [*np.flatnonzero(is_start).tolist(), len(row)]
         for start, stop in pairwise(bounds):

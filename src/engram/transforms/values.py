@@ -28,6 +28,7 @@ from engram.pytree import (
     remove_entry,
     require_tensor,
     set_entry,
+    to_tensor,
 )
 from engram.specs import Bounded, Categorical, OneHot, Spec, Unbounded
 from engram.transforms.base import IDLE, Deferred, Transform, root_key, root_pairs
@@ -349,7 +350,11 @@ class ObservationNorm(Transform, built_in=True):
         """
         if self._given or self._stats is None:
             return {}
-        return {"standard_normal": torch.tensor(self.standard_normal), "loc": self._stats[0], "scale": self._stats[1]}
+        return {
+            "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
+            "loc": self._stats[0],
+            "scale": self._stats[1],
+        }
 
     def set_extra_state(self, state: Any) -> None:
         if state:
@@ -790,7 +795,7 @@ def cast_stat(stat: Tensor, value: Tensor) -> Tensor:
 
 
 def _checked_stats(loc: Any, scale: Any) -> tuple[Tensor, Tensor]:
-    loc, scale = torch.as_tensor(loc), torch.as_tensor(scale)
+    loc, scale = to_tensor(loc), to_tensor(scale)
     if not bool(torch.isfinite(loc).all()) or not bool((torch.isfinite(scale) & (scale != 0)).all()):
         raise ValueError(f"loc and scale must be finite and scale not 0, got {loc} and {scale}")
     return loc, scale

@@ -11,6 +11,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram.envs.base import EnvBase
+from engram.pytree import to_tensor
 from engram.specs import Bounded, Categorical, Composite, OneHot, Spec, Unbounded
 
 _Agents = Mapping[str, Sequence[str]]
@@ -94,7 +95,7 @@ class VmasWrapper(EnvBase):
             return OneHot(n, (*shape, n), self.device) if self._is_one_hot else Categorical(n, shape, self.device)
         if type(spaces[0]).__name__ != "Box":
             raise TypeError(f"actions of vmas are a Box or Discrete, got {spaces[0]}: leave multidiscrete_actions out")
-        low, high = torch.as_tensor(spaces[0].low), torch.as_tensor(spaces[0].high)
+        low, high = to_tensor(spaces[0].low), to_tensor(spaces[0].high)
         return Bounded(low.expand(*shape, -1), high.expand(*shape, -1), (*shape, *low.shape), self.device)
 
     @property
@@ -120,7 +121,7 @@ class VmasWrapper(EnvBase):
         return self._state(seen, infos).update({"terminated": over, "truncated": over.clone(), "done": over.clone()})
 
     def _step(self, td: TensorDictBase) -> TensorDictBase:
-        actions: list[Tensor] = [torch.empty(0)] * len(self.agent_names)
+        actions: list[Tensor] = [torch.empty(0, device="cpu")] * len(self.agent_names)
         for group, numbers in self._numbers.items():
             given = td.get((group, "action"))
             given = given.long().argmax(-1) if self._is_one_hot else given

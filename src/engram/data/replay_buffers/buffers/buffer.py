@@ -80,6 +80,7 @@ from engram.pytree import (
     get_entry,
     leaf_keys,
     move_dim,
+    to_tensor,
 )
 from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
@@ -824,7 +825,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
         slots = to_slots(index, storage.env_shape, storage.max_size or 0)
-        expected = torch.as_tensor(generation).cpu().reshape(-1)
+        expected = to_tensor(generation).cpu().reshape(-1)
         if len(slots) != len(expected):
             raise ValueError(f"{len(slots)} steps are indexed, {len(expected)} generations given; nothing was written")
         patch = as_patch(patch)

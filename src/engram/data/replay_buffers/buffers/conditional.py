@@ -192,7 +192,7 @@ class _RowPatch:
     def applied(self, stored: Any, positions: Tensor) -> Any:
         """The rows to write for the records at these positions."""
         if self.is_whole:
-            mask = torch.zeros(self._n, dtype=torch.bool)
+            mask = torch.zeros(self._n, dtype=torch.bool, device="cpu")
             mask[positions] = True
             return select_rows(self._patch, mask)
         if isinstance(stored, list):
@@ -287,7 +287,7 @@ def _item_with(item: Any, entries: Any) -> Any:
 # ---- versions ----
 def _new_enough(storage: Storage | Table, slots: Tensor, present: Tensor, version: Version) -> Tensor:
     """bool [n]: whose version is not older (newer, where that is required) than that of the step as it is by then."""
-    accepted = torch.zeros(len(slots), dtype=torch.bool)
+    accepted = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
     positions = present.nonzero().flatten()
     if not len(positions):
         return accepted

@@ -212,7 +212,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         self.lock = threading.RLock()
         _live.add(self)
         self._generator: torch.Generator | Generator | None = None
-        self._seed = torch.empty(1, dtype=torch.int64)
+        self._seed = torch.empty(1, dtype=torch.int64, device="cpu")
         # While a view of it lives, `random_` releases the GIL once instead of four times (torch 2.13).
         self._seed_view = self._seed.view(1)
 

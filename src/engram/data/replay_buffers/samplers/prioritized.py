@@ -31,6 +31,7 @@ from engram.data.replay_buffers.samplers.base import (
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.data.replay_buffers.samplers.runs import RunSource, Seed, draw_beside_writers
 from engram.errors import is_masked, masked_array
+from engram.pytree import to_tensor
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import select, tensor_of, to_slots
 
@@ -319,7 +320,7 @@ class PriorityTable(RunSource):
         if not self.slots:
             return self.default_priority, None
         where, lanes = self._stored_in(self._newest_storage)
-        priorities = self.following(where, lanes).of(lanes.store, torch.arange(self.slots))
+        priorities = self.following(where, lanes).of(lanes.store, torch.arange(self.slots, device="cpu"))
         highest = self._priorities.new_priority
         holding = (priorities == highest).nonzero()
         return highest, int(holding[-1]) if len(holding) else None
@@ -406,7 +407,7 @@ class PriorityTable(RunSource):
             return {**self._waiting, **settings}
         if storage is None or storage.lanes is None:
             return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
-                    "priorities": torch.empty(0, dtype=torch.float64), "lane_capacity": None}  # fmt: skip
+                    "priorities": torch.empty(0, dtype=torch.float64, device="cpu"), "lane_capacity": None}  # fmt: skip
         store = storage.lanes.store
         seen, highest, latest, skipped, priorities = of_rows(self.following(storage, storage.lanes), store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
@@ -444,7 +445,7 @@ class PriorityTable(RunSource):
         p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
         if p.ndim != 1 or len(p) != steps * storage.lanes.envs:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
-        highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
+        highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64, device="cpu")
         for values in (p.contiguous(), highest):
             self._priorities.check(values)
 
@@ -493,7 +494,7 @@ class SumTreeView:
 
     def __getitem__(self, index: Any) -> Any:
         """The leaf of a slot, `(p + eps) ** alpha`, a float; float64 [n] of int64 [n]."""
-        slots = torch.as_tensor(index, dtype=torch.int64)
+        slots = to_tensor(index, dtype=torch.int64)
         with self._sampler.lock:
             leaves = self._sampler.storage_state.leaves(slots.reshape(-1))
         return leaves.reshape(slots.shape) if slots.ndim else float(leaves)
@@ -501,7 +502,7 @@ class SumTreeView:
     def query(self, begin: int, end: int) -> float:
         """The sum of the leaves of the slots `begin` to `end - 1`."""
         begin, end = max(int(begin), 0), min(int(end), len(self))
-        return float(self[torch.arange(begin, end)].sum()) if begin < end else 0.0
+        return float(self[torch.arange(begin, end, device="cpu")].sum()) if begin < end else 0.0
 
 
 @advised
@@ -813,7 +814,7 @@ def _one_for_each_item(
 def _whole_numbers(generation: Any) -> Tensor:
     """Generations of any form: int64 [n]."""
     try:
-        given = torch.as_tensor(generation).cpu()
+        given = to_tensor(generation).cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         given = None
     if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():

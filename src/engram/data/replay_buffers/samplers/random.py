@@ -73,7 +73,7 @@ class RandomSampler(Sampler, built_in=True):
         return DrawTotals(float(stored_rows(storage)))
 
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
-        return torch.ones(len(slots), dtype=torch.float64)
+        return torch.ones(len(slots), dtype=torch.float64, device="cpu")
 
 
 class SamplerWithoutReplacement(Sampler, built_in=True):
@@ -164,7 +164,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
-        return torch.ones(len(slots), dtype=torch.float64)
+        return torch.ones(len(slots), dtype=torch.float64, device="cpu")
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         plan = super().draw_plan(storage)

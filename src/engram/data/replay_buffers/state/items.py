@@ -41,7 +41,7 @@ class StepsAsItems:
         if lanes.store.lanes * lanes.envs > 1:
             raise self._needs_checkpointer("several lanes or environments")
         lane, capacity = lanes.store.lane(0), lanes.store.lane_capacity
-        sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"])
+        sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"], device="cpu")
         return list(pytree.unstack(self._storage.read(sequences % capacity).batch, 0))
 
     def _needs_checkpointer(self, what: str) -> StorageError:

@@ -216,10 +216,10 @@ class Storage(MadeFromParts):
             return item in self
         if self.ndim > 1:
             each = [tuple(step) in self for step in item.reshape(-1, self.ndim).tolist()]
-            return torch.tensor(each, dtype=torch.bool).reshape(item.shape[:-1])
+            return torch.tensor(each, dtype=torch.bool, device="cpu").reshape(item.shape[:-1])
         lanes = self.lanes
         if lanes is None:
-            return torch.zeros(item.shape, dtype=torch.bool)
+            return torch.zeros(item.shape, dtype=torch.bool, device="cpu")
         in_room = (item >= 0) & (item < lanes.capacity)
         slots = torch.where(in_room, item, 0).to("cpu", torch.int64)
         stored = (lanes.store.generations(slots.reshape(-1)) >= 0).reshape(item.shape).to(item.device)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram.pytree import to_tensor
 from engram.store.indexing import last_of_each, select
 from engram.store.rows import Checked
 from engram.store.table import Replacing, Table, is_one
@@ -118,14 +119,14 @@ class RowSetter:
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
             assert table.lanes is not None
-            self._methods.prepare_replace(checked, torch.arange(len(slots)), slots)()
+            self._methods.prepare_replace(checked, torch.arange(len(slots), device="cpu"), slots)()
             table.lanes.store.count_replaced(slots)
 
     def _are_stored(self, steps: Tensor) -> Tensor:
         """Which of these time steps hold rows: bool [n]. IndexError: one lies outside the storage."""
         lanes = self._table.lanes
         if lanes is None:
-            return torch.zeros(len(steps), dtype=torch.bool)
+            return torch.zeros(len(steps), dtype=torch.bool, device="cpu")
         room = lanes.capacity // lanes.envs
         if bool((steps >= room).any()):
             raise IndexError(
@@ -147,14 +148,14 @@ class RowSetter:
         if is_single or (table.max_size is not None and stop > table.max_size):
             return index
         steps = range(start, stop)
-        return index if bool(self._are_stored(torch.tensor(steps)).all()) else steps
+        return index if bool(self._are_stored(torch.tensor(steps, device="cpu")).all()) else steps
 
 
 def next_steps(table: Table, n: int) -> Tensor:
     """The time steps that the next n rows of this process go to: int64 [n]."""
     if table.lanes is not None:
         return table.lanes.next_slots(n)
-    return torch.arange(n) if table.max_size is None else torch.arange(n) % table.max_size
+    return torch.arange(n, device="cpu") if table.max_size is None else torch.arange(n, device="cpu") % table.max_size
 
 
 def _length(items: Any) -> int | None:
@@ -175,7 +176,7 @@ def _listed_steps(index: Any) -> Tensor | None:
     if isinstance(index, bool | np.bool_ | tuple | slice | str) or index is None or index is ...:
         return None
     try:
-        steps = torch.as_tensor(index)
+        steps = to_tensor(index)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     if steps.dtype == torch.bool or steps.is_floating_point() or steps.is_complex() or steps.ndim > 1:

@@ -17,7 +17,7 @@ from engram._copies import pickle_by_state
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
-from engram.pytree import move_dim
+from engram.pytree import move_dim, to_tensor
 from engram.store.indexing import generations_at, returned_index, to_slots
 from engram.store.rows import IndexTakenError, expand_slots
 
@@ -303,7 +303,7 @@ def _write_by_set(self: Any, storage: Storage, items: Any, single: bool, time_di
         index = self.add(items) if single else self.extend(items)
     if single and storage.ndim == 1:
         return int(index)
-    times = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+    times = to_tensor(index, dtype=torch.int64).reshape(-1)
     return expand_slots(times, 1 if storage.lanes is None else storage.lanes.envs)
 
 
