@@ -66,3 +66,17 @@ def test_an_unknown_name_is_an_attribute_error(module):
         found.Bufer  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'Bufer'"):
         exec(f"from {module} import Bufer", {})
+
+
+@each(
+    "module, name, meant",
+    [
+        ("engram.data", "ReplayBuffers", "ReplayBuffer"),
+        ("engram.envs", "GymEnvs", "GymEnv"),
+        ("engram.envs.transforms", "StepCount", "StepCounter"),
+        ("engram.collectors", "SyncDataColector", "SyncDataCollector"),
+    ],
+)
+def test_importing_a_mistyped_name_says_which_may_be_meant(module, name, meant):
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from '{module}': did you mean '{meant}'"):
+        exec(f"from {module} import {name}", {})

@@ -456,8 +456,11 @@ def absent_name(module: str, name: str, reader: FrameType) -> ImportError | Attr
     for root, names in NAMES.items():
         if name in names and f"{module}.".startswith(f"{root}."):
             advice = names[name]
-    if advice is not None and _imports(reader):
-        return ImportError(f"{module} has no {name}: {advice}", name=module)
+    if _imports(reader):
+        if advice is not None:
+            return ImportError(f"{module} has no {name}: {advice}", name=module)
+        if close := difflib.get_close_matches(name, dir(sys.modules.get(module)), n=1, cutoff=0.8):
+            return ImportError(f"cannot import name {name!r} from {module!r}: did you mean {close[0]!r}?", name=module)
     absent = f"module {module!r} has no attribute {name!r}"
     return AttributeError(absent if advice is None else f"{absent}: {advice}", name=name, obj=sys.modules.get(module))
 

@@ -88,3 +88,15 @@ def test_environments_that_make_their_own_ask_for_a_function(kind: Any) -> None:
 def test_anything_else_is_refused_by_the_three_kinds() -> None:
     with pytest.raises(TypeError, match="an environment of engram, gymnasium or TorchRL, got a int"):
         SerialEnv(1, lambda: 7)
+
+
+@each("options", [{}, {"num_envs": 2}])
+@each("name", ["ALE/Pong-v5", "Nowhere/Thing-v0"])
+def test_an_environment_of_an_unknown_namespace_is_answered_by_the_import_that_makes_it_known(
+    name: str, options: dict[str, Any]
+) -> None:
+    package = "ale_py" if name.startswith("ALE") else "the_package"
+    with pytest.raises(
+        gymnasium.error.NamespaceNotFound, match=rf"pip install .*GymEnv\('{package}:{name}'\) imports it"
+    ):
+        GymEnv(name, **options)

@@ -259,7 +259,7 @@ def with_entries(error: Exception, td: Mapping[Any, Any] | TensorDictBase) -> Ex
     >>> with_entries(KeyError("obs"), TensorDict({"observation": torch.zeros(4)}))
     MissingEntryError("obs. The policy got the entries 'observation': float32 [4]")
     """
-    said = str(error.args[0]) if error.args else ""
+    said = str(error.args[0]).rstrip(".") if error.args else ""
     if type(error) not in INPUT_ERRORS or _GOT in said:
         return error
     items = td.items(True, True) if isinstance(td, TensorDictBase) else td.items()
