@@ -10,6 +10,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
+from engram._packages import packages
 from engram.envs.base import EnvBase
 from engram.pytree import to_tensor
 from engram.specs import Bounded, Categorical, Composite, OneHot, Spec, Unbounded
@@ -19,13 +21,12 @@ _Agents = Mapping[str, Sequence[str]]
 
 def _module() -> Any:
     """The module `vmas`. Raises ImportError where it is missing."""
-    try:
+    with packages("VmasEnv", "vmas", vmas="vmas"):
         import vmas
-    except ImportError as error:
-        raise ImportError(f"VmasEnv needs vmas ({error}): pip install vmas") from error
     return vmas
 
 
+@advised
 class VmasWrapper(EnvBase):
     """An environment of `vmas.make_env(..., terminated_truncated=True)`, batch `[num_envs]`, as an engram environment.
 
@@ -166,6 +167,7 @@ class VmasWrapper(EnvBase):
         return f"{type(self).__name__}(num_envs={self.batch_size[0]}, groups={self.group_map}, device={self.device})"
 
 
+@advised
 class VmasEnv(VmasWrapper):
     """A scenario of VMAS; see `VmasWrapper`.
 

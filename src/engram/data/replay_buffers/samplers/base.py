@@ -429,13 +429,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """
         if lanes is None or not (len(lanes) or lanes.any_rows() or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        generator = self._generator
+        generator, seed = self._generator, self._seed
         if isinstance(generator, Generator):
-            generator.write_seed(self._seed)
+            generator.write_seed(seed)
         else:
             with drawing:
-                self._seed.random_(generator=generator)
-        return self._seed.fill_(_native.seed_of_rank(int(self._seed), self._rank)) if self._rank else self._seed
+                seed = seed.random_(generator=generator)
+        return seed.fill_(_native.seed_of_rank(int(seed), self._rank)) if self._rank else seed
 
     def _config(self) -> dict[str, Any]:
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the

@@ -26,7 +26,7 @@ Decompress = Callable[[Tensor, dict[str, Any]], Tensor]
 
 @advised
 class LazyStackStorage(ListStorage):
-    """A ListStorage of TensorDicts of any shapes and keys, whose batches are lazy stacks of them.
+    """A ListStorage of TensorDicts of any shapes and keys: batches, and items of an index, are lazy stacks of them.
 
     Args:
         max_size: items that fit; without limit if None.
@@ -54,16 +54,13 @@ class LazyStackStorage(ListStorage):
         compilable: bool = False,
     ) -> None:
         read_to = None if device is None else usable_device(device, "device")
-        self._stacked = collate = _LazyStack(stack_dim, read_to)
+        collate = _LazyStack(stack_dim, read_to)
         arguments = {"stack_dim": stack_dim, "device": None if read_to is None else str(read_to)}
-        self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer, arguments)
+        self._hold_items(
+            max_size, ItemCodec(check=_check_batch_size, collate=collate, joins=True), checkpointer, arguments
+        )
         self.stack_dim = stack_dim
         self.device = read_to
-
-    def get(self, index: Any) -> Any:
-        """The item at an int, copied; of another index a lazy stack of items, a list where there are none."""
-        items = super().get(index)
-        return self._stacked(items) if type(items) is list and items else items
 
 
 def _check_batch_size(item: Any) -> None:
