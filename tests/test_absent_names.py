@@ -52,8 +52,8 @@ def test_a_program_that_reads_a_missing_name_does_not_import_it(statement):
 
 
 def test_a_name_that_stays_torchrls_is_imported_from_there():
-    with pytest.raises(ImportError, match=r"stays TorchRL's.* from torchrl\.envs import Vmas"):
-        from engram.envs import VmasEnv  # noqa: F401
+    with pytest.raises(ImportError, match=r"stays TorchRL's.* from torchrl\.envs import Jumanji"):
+        from engram.envs import JumanjiEnv  # noqa: F401
     with pytest.raises(ImportError, match=r"from torchrl\.data import TensorDictTokenizer"):
         from engram.data import TensorDictTokenizer  # noqa: F401
 

@@ -94,13 +94,16 @@ _COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
     "worker_idx": ((None,), "leave it out: collectors with workers number them"),
     "collector_class": ((None,), "leave it out: workers run a SyncDataCollector"),
     "trajs_per_write": ((None,), "use trajs_per_batch, which writes so many whole trajectories at a time"),
-    "backend": ((None, "direct"), "use the classes of engram.distributed for several machines"),
+    "backend": (
+        (None, "direct"),
+        "use Collector(backend='process', num_workers=n) for worker processes, engram.distributed for several machines",
+    ),
     "backend_options": ((None,), "use the classes of engram.distributed for several machines"),
 }
 #: Of collectors on one machine.
 _LOCAL_COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
     **_COLLECTORS,
-    "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+    "num_collectors": ((None,), "use backend='process' and num_workers=, or MultiSyncDataCollector"),
 }
 
 
@@ -195,7 +198,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "sync": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector"),
         "preemptive_threshold": ((None,), "use MultiSyncDataCollector, whose workers may be ended early"),
         "cat_results": ((None,), "use MultiSyncDataCollector, which joins the batches of its workers"),
-        "num_workers": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+        "num_workers": ((None,), "use backend='process', or MultiSyncDataCollector or MultiaSyncDataCollector"),
     },
     "MultiCollector": _LOCAL_COLLECTORS,
     "MultiSyncDataCollector": _LOCAL_COLLECTORS,
@@ -286,7 +289,7 @@ MEMBERS: dict[str, dict[str, str]] = {
         "transform_fake_tensordict": "call `fake_tensordict` of the environment",
     },
     "VecNorm": {
-        "SEP": "statistics are lists in the order of in_keys, and by key with VecNormV2",
+        "SEP": "statistics are TensorDicts by key: read norm.loc[key] and norm.scale[key]",
         "build_td_for_shared_vecnorm": _ONE_PROCESS,
     },
     # ---- collectors ----
@@ -370,29 +373,32 @@ NAMES: dict[str, dict[str, str]] = {
         **_of_torchrl("torchrl.data.replay_buffers.samplers", "MinSegmentTreeFp32 MinSegmentTreeFp64"),
         **_of_torchrl("torchrl.data.replay_buffers.samplers", "SumSegmentTreeFp32 SumSegmentTreeFp64"),
     },
-    "engram.envs": _of_torchrl(
-        "torchrl.envs",
-        "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool AutoResetEnv "
-        "AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform ChessEnv "
-        "ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop DMControlWrapper "
-        "DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder DreamerEnv ExpandAs "
-        "FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper GymLikeEnv HabitatEnv Hash "
-        "HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper IsaacLabWrapper JumanjiEnv JumanjiWrapper "
-        "KLRewardTransform LBForagingEnv LBForagingWrapper LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards "
-        "MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper "
-        "ModelBasedEnvBase ModuleTransform MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction "
-        "MultiThreadedEnv MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper "
-        "PendulumEnv PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
-        "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform RemoveEmptySpecs "
-        "RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
-        "TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer UnaryTransform "
-        "UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform VecGymEnvTransform VmasEnv "
-        "VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping default_info_dict_reader gSDENoise "
-        "get_available_libraries make_composite_from_td register_gym_spec_conversion terminated_or_truncated",
-    ),
+    "engram.envs": {
+        "NextObservationDelta": "use LazyTensorStorage(n, compact=True), which stores each observation once",
+        **_of_torchrl(
+            "torchrl.envs",
+            "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool "
+            "AutoResetEnv AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform "
+            "ChessEnv ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop "
+            "DMControlWrapper DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder "
+            "DreamerEnv ExpandAs FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper "
+            "GymLikeEnv HabitatEnv Hash HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper "
+            "IsaacLabWrapper JumanjiEnv JumanjiWrapper KLRewardTransform LBForagingEnv LBForagingWrapper "
+            "LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper "
+            "MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper ModelBasedEnvBase ModuleTransform "
+            "MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction MultiThreadedEnv "
+            "MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper PendulumEnv "
+            "PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
+            "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform "
+            "RemoveEmptySpecs RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack "
+            "SuccessReward TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer "
+            "UnaryTransform UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform "
+            "VecGymEnvTransform Walker2dEnv WorldModelEnv check_marl_grouping "
+            "default_info_dict_reader gSDENoise get_available_libraries make_composite_from_td "
+            "register_gym_spec_conversion terminated_or_truncated",
+        ),
+    },
     "engram.collectors": {
-        "AsyncCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
-        "aSyncDataCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
         "AsyncBatchedCollector": "use MultiAsyncCollector",
         "BaseCollector": "use Collector",
         "DataCollectorBase": "use Collector",
@@ -416,6 +422,16 @@ def advised(cls: _Class) -> _Class:
             raise TypeError(f"{cls.__name__} has {name!r}: delete the advice")
         setattr(cls, name, _Absent(name, instead))
     return cls
+
+
+class SignatureOfInit:
+    """The `__signature__` of a class whose `__new__` chooses another class: that of its `__init__`."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def absent_member(owner: type, name: str) -> AttributeError:

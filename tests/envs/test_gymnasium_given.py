@@ -86,5 +86,5 @@ def test_environments_that_make_their_own_ask_for_a_function(kind: Any) -> None:
 
 
 def test_anything_else_is_refused_by_the_three_kinds() -> None:
-    with pytest.raises(TypeError, match="an environment of engram, gymnasium or TorchRL, or what makes one; got a int"):
+    with pytest.raises(TypeError, match="an environment of engram, gymnasium or TorchRL, got a int"):
         SerialEnv(1, lambda: 7)

@@ -18,6 +18,7 @@ from engram.transforms import (
     StepCounter,
     TargetReturn,
     ToTensorImage,
+    VecNorm,
     VecNormV2,
 )
 from transforms.data import steps
@@ -187,16 +188,22 @@ def test_a_single_image_may_become_a_batch_of_one():
 
 
 # ---- statistics by key ----
-def test_statistics_are_given_by_key_and_values_restored():
-    norm = VecNormV2(["a", ("b", "c")], decay=1.0)
+@each("kind", [VecNorm, VecNormV2])
+def test_statistics_are_given_by_key_and_values_restored(kind):
+    norm = kind(["a", ("b", "c")], decay=1.0)
     batch = TensorDict({"a": torch.tensor([[1.0], [3.0]]), "b": {"c": torch.tensor([[2.0], [2.0]])}}, [2])
     before = batch.clone()
     norm(batch)
     assert norm.loc["a"].tolist() == [2] and norm.loc["b", "c"].tolist() == [2]
     assert norm.scale["a"].item() == pytest.approx(1, abs=1e-3)
     assert torch.allclose(norm.denorm(batch)["a"], before["a"])
+    assert len(norm.to_observation_norm()) == 2
+
+
+def test_the_newer_norm_says_whether_it_is_frozen():
+    norm = VecNormV2(["a"])
     assert norm.frozen is False and norm.freeze().frozen and norm.unfreeze().frozen is False
-    assert norm.frozen_copy().frozen and len(norm.to_observation_norm()) == 2
+    assert norm.frozen_copy().frozen
 
 
 def test_statistics_are_learnt_from_what_a_step_returns():

@@ -751,7 +751,12 @@ class ShardedReplayBuffer:
         self._updates.give(at, priorities, generations)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Sets the priorities of a batch's rows from `data[priority_key]`; errors as `update_priority`, KeyError."""
+        """Sets the priorities of a batch's rows from `data[priority_key]`; errors as `update_priority`, KeyError.
+
+        For samplers without priorities there is nothing to do, whatever keys the batch has.
+        """
+        if self._prioritized is None:
+            return
         generation = data["generation"] if "generation" in data.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
         self.update_priority(data["index"], data[self._settings.priority_key], generation)
 

@@ -38,7 +38,8 @@ class TorchRLEnv(EnvBase):
         self.full_done_spec = spec_from_torchrl(env.full_done_spec)
         self.state_spec = spec_from_torchrl(env.state_spec)
 
-    def _reads_state(self) -> bool:
+    @property
+    def _supports_set_state(self) -> bool:
         return not self.state_spec.is_empty()
 
     def _reset(self, mask: Any = None, **kwargs: Any) -> TensorDictBase:
@@ -95,9 +96,7 @@ def as_env(env: Any, who: str) -> EnvBase:
         return env
     theirs = sys.modules.get("torchrl.envs")
     if theirs is None or not isinstance(env, theirs.EnvBase):
-        raise TypeError(
-            f"{who} takes an environment of engram, gymnasium or TorchRL, or what makes one; got a {type(env).__name__}"
-        )
+        raise TypeError(f"{who} takes an environment of engram, gymnasium or TorchRL, got a {type(env).__name__}")
     return TorchRLEnv(env)
 
 

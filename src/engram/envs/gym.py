@@ -11,13 +11,15 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
-from engram._advice import advised
+from engram._advice import SignatureOfInit, advised
 from engram._checks import count, count_or_none
+from engram._providers import PROVIDERS
 from engram.envs.base import EnvBase, steps_as
 from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, HasEngines, InfoKeys, VectorEngine
+from engram.envs.policies import transforms_of
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec, Unbounded
 from engram.specs.spaces import EncodedSpaces
@@ -78,8 +80,10 @@ class GymEnv(EnvBase, HasEngines):
             from keys to specs. Entries that `info` lacks, as after resets, are zeros.
         batch_size: as a check, `()` of a single environment or `(num_envs,)`.
         kwargs: for `gymnasium.make` or `gymnasium.make_vec`. A `policy` goes there if the environment's constructor has
-            that parameter, and otherwise has no effect. TorchRL's `allow_done_after_reset`, `auto_reset_replace`,
-            `convert_actions_to_numpy`, `missing_obs_value`, `run_type_checks` and `spec_locked` have no effect.
+            that parameter. With a recurrent one the result is a `TransformedEnv` with the transforms that it needs:
+            an `InitTracker` where it reads `"is_init"`, and its primers. TorchRL's `allow_done_after_reset`,
+            `auto_reset_replace`, `convert_actions_to_numpy`, `missing_obs_value`, `run_type_checks` and `spec_locked`
+            have no effect.
 
     Environment i of several is seeded with `seed + i`; those of a vector entry point share one generator.
     Raises TypeError for spaces without a fixed shape and for arguments that an existing environment cannot take,
@@ -96,6 +100,17 @@ class GymEnv(EnvBase, HasEngines):
 
     available_envs: Any = _EnvNames()  #: the names in gymnasium's registry
     libname = "gym"  #: TorchRL's name of the library
+
+    def __new__(cls, *args: Any, policy: Any = None, **kwargs: Any) -> Any:
+        env = super().__new__(cls)
+        if not isinstance(policy, nn.Module):
+            return env
+        env.__init__(*args, policy=policy, **kwargs)  # type: ignore[misc]
+        needed = transforms_of(policy, env)
+        # Of another class, Python does not call `__init__` again.
+        return PROVIDERS["transformed_env"]()(env, needed) if needed else env
+
+    __signature__ = SignatureOfInit()
 
     def __init__(
         self,

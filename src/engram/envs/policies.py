@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -39,7 +40,9 @@ from engram.pytree import get_entry, set_entry
 from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
+from engram.transforms.trajectory import InitTracker
 
+INIT = "is_init"  # the mark of the first step of an episode, as recurrent modules read it
 Call = Callable[[TensorDictBase], TensorDictBase]
 # Options of TensorDictModule, ProbabilisticTensorDictModule and TensorDictSequential that change the result of a call.
 MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_get_kwargs", "_out_to_in_map")
@@ -648,6 +651,42 @@ def _only_observation(env: Any) -> Any:
             "out_keys=['action'])"
         )
     return keys[0]
+
+
+def transforms_of(policy: Any, env: Any) -> list[Any]:
+    """The transforms that modules of a policy (recurrent ones) need, of the library of `env`.
+
+    An `InitTracker` for each mark of first steps that they read and the environment lacks, and their primers.
+    """
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    makers = [getattr(module, "make_tensordict_primer", None) for module in modules]
+    primers = [make() for make in makers if make is not None]
+    marks = _missing_marks(policy, env)
+    if not marks:
+        return primers
+    root = type(env).__module__.partition(".")[0]
+    tracker: Any = sys.modules["torchrl.envs"].InitTracker if root == "torchrl" else InitTracker
+    return [*(tracker(init_key=key) for key in marks), *primers]
+
+
+def require_first_marks(policy: Any, env: Any) -> None:
+    """Raises KeyError for a policy that reads marks of first steps which the environment does not make."""
+    if marks := _missing_marks(policy, env):
+        raise KeyError(
+            f"the policy reads {marks[0]!r}, which marks the first step of each episode, and this environment does not "
+            f"make it: use TransformedEnv(env, InitTracker({'' if marks[0] == INIT else repr(marks[0])})), or give the "
+            "collector auto_register_policy_transforms=True"
+        )
+
+
+def _missing_marks(policy: Any, env: Any) -> list[Any]:
+    """The keys "is_init", at the root or nested, that a policy reads and the environment's resets do not have."""
+    if not isinstance(policy, nn.Module):
+        return []
+    readers = [policy] if isinstance(policy, TensorDictModuleBase) else policy.modules()
+    keys = [key for module in readers if isinstance(module, TensorDictModuleBase) for key in module.in_keys]
+    marks = list(dict.fromkeys(key for key in keys if key == INIT or (isinstance(key, tuple) and key[-1] == INIT)))
+    return [key for key in marks if key not in observation_keys(env)] if marks else marks
 
 
 def observation_keys(env: Any) -> list[Any]:

@@ -27,6 +27,7 @@ from engram.pytree import (
     get_tensor,
     has_batch_size,
     key_path,
+    leaf_keys,
     map_outermost,
     require_tensor,
     set_entry,
@@ -86,6 +87,9 @@ def set_n_steps(
     """
     end = torch.minimum(now.position + n_steps - 1, now.last())
     steps = end - now.position + 1
+    if list(reward_keys) == [NEXT_REWARD] and get_tensor(batch, NEXT_REWARD) is None:  # those of groups of agents
+        nested = [key for key in map(key_path, leaf_keys(batch)) if key[0] == "next" and key[-1] == "reward"]
+        reward_keys = nested or reward_keys
     rewards = [(key, require_tensor(batch, key, "n-step returns")) for key in reward_keys]
     at_end = _at(now, end)
     for next_key in next_keys:
@@ -323,7 +327,8 @@ class MultiStepTransform(Transform, built_in=True):
     Args:
         n_steps: the horizon; 1 changes no reward.
         gamma: the discount, 0 to 1.
-        reward_keys: rewards, `[("next", "reward")]` if None; `"reward"` is that, too.
+        reward_keys: rewards, `[("next", "reward")]` if None, or, in batches without it, those of groups; `"reward"` is
+            that, too.
         done_key, traj_key: where trajectories end; `("next", "done")` (or `"done"`, which is that, too) and
             `("collector", "traj_ids")` (or `"episode"`, where these exist) if None.
         done_keys: all flags, without effect: all entries under `next` come from n steps later, flags included.

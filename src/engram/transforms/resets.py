@@ -79,7 +79,7 @@ class NoopResetEnv(Transform, built_in=True):
     def _after_actions(self, state: TensorDictBase, steps: int) -> TensorDictBase | None:
         """The state after some random actions; None if the episode ends during them."""
         for _ in range(steps):
-            state = self.parent.rand_step(state).get("next").exclude("reward")
+            state = self.parent.rand_step(state).get("next").exclude(*self.parent.reward_keys)
             if bool(state.get("done").any()):
                 return None
         return state

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Generic, Literal, NoReturn, Protocol, TypeAlias, overload
 from weakref import WeakMethod
 
 import numpy as np
@@ -152,6 +152,9 @@ class BufferArguments(TypedDict, total=False):
     delayed_init: bool | None
     transform_factory: Callable[[], TransformLike] | None
     publish_stats: bool
+
+
+_ENDED_BY_FAILURE = ("add", "extend", "sample")  # see `ReplayBuffer.report_failure`
 
 
 @advised
@@ -321,8 +324,10 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _is_shut_down = False
     _publisher: StatsPublisher | None = None
     _extends_plainly: ClassVar[bool] = True  # by the library's own `extend`
+    _failure: BaseException | None = None  # of what fills it in the background, to be raised by the next use
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("_parts", "_iteration", "_is_shut_down", "_publisher"), LEFT_OUT),
+        **dict.fromkeys(("_failure", *_ENDED_BY_FAILURE), LEFT_OUT),
         "_handed_out": Computed(lambda buffer: BatchCount()),
         "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
     }
@@ -529,6 +534,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             self._parts.reader.check_room(self._batch_size)
         epochs: LoopEpochs = None
         while True:
+            if self._failure is not None:
+                self._raise_failure()
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
             try:
@@ -609,12 +616,36 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     # ---- by index ----
     def __len__(self) -> int:
         """Stored steps of all writers."""
+        if self._failure is not None:
+            self._raise_failure()
         return len(self._storage)
 
     @property
     def write_count(self) -> int:
         """Steps ever written."""
+        if self._failure is not None:
+            self._raise_failure()
         return self._storage.write_count
+
+    def report_failure(self, failure: BaseException | None) -> None:
+        """The next write, batch, `len` or `write_count` raises RuntimeError with this error as its cause.
+
+        For what fills the buffer in the background, as a collector after `start()`, and has ended: a program that waits
+        for rows would do so for ever. It is raised once; None: not at all.
+        """
+        self._failure = failure
+        for name in _ENDED_BY_FAILURE:  # on this object, so that it costs other calls nothing
+            if failure is None:
+                vars(self).pop(name, None)
+            else:
+                vars(self)[name] = self._raise_failure
+
+    def _raise_failure(self, *_: Any, **__: Any) -> NoReturn:
+        failure = self._failure
+        self.report_failure(None)
+        raise RuntimeError(
+            f"what filled this buffer in the background has ended with an error, no rows will come: {failure!r:.300}"
+        ) from failure
 
     def stats(self) -> BufferStats:
         """The state of the buffer in numbers, counted now: rows, bytes, capacity, writes, draws, episodes, writers.
@@ -1009,8 +1040,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         for part in transform.parts():
             if part.names_no_entry_to_invert():
                 warn_user(
-                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys)} are stored as "
-                    "they are written, and changed on reading only; in_keys_inv names the entries to change on writing",
+                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys) or 'entries'} "
+                    "are stored as they are written, and changed on reading only; in_keys_inv names the entries to "
+                    "change on writing",
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -216,9 +216,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows, of members that are TensorDict buffers, from `data[priority_key]`.
 
+        For samplers without priorities there is nothing to do, whatever keys the batch has.
+
         Raises:
             KeyError: the batch has no such key, or no `"index"` with `"index"` and `"buffer_ids"`.
         """
+        if not self._sampler.takes_priorities:
+            return
         key = next((rb.priority_key for rb in self._members if hasattr(rb, "priority_key")), "td_error")
         for name in (key, "index"):
             if name not in data.keys():  # noqa: SIM118 -- a TensorDict iterates over rows

@@ -184,6 +184,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         "storage_state": Computed(_copied_state),
     }
     storage_state: StorageState = _NOTHING
+    #: Whether `update_priority` does anything.
+    takes_priorities: Any = False
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
     _rank = 0  # the number of this process among several learners
@@ -197,6 +199,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
+        if "takes_priorities" not in vars(cls):
+            cls.takes_priorities = "update_priority" in own
 
     def __init__(self, compilable: bool = False, *, rank: int = 0) -> None:
         if not is_integer(rank, 0):
@@ -307,7 +311,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
                 reduced over them (`reduction`).
             generation: int64 [n], as `info["generation"]` has it: where a slot holds another step by now, the update is
                 left out and counted in `skipped`.
-            storage: of the steps; the one that was sampled last if None.
+            storage: of the steps; if None the one that was sampled last, or that of the buffer. Without one the update
+                is kept, and made before the first draw, where it is an error if it does not fit the storage.
 
         Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority. Of a
         step that is named twice the last priority stays.
@@ -568,6 +573,10 @@ class _AdaptedSampler(Sampler):
 
     def extend(self, index: Any) -> None:
         self._call("extend", index)
+
+    @property
+    def takes_priorities(self) -> bool:
+        return "update_priority" in self._has
 
     def update_priority(self, index: Any, priority: Any, **more: Any) -> None:
         self._call("update_priority", index, priority, **more)

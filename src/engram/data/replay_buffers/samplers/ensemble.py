@@ -174,6 +174,10 @@ class SamplerEnsemble(Sampler, built_in=True):
             for sampler in self.members:
                 sampler.use_generator(generator)
 
+    @property
+    def takes_priorities(self) -> bool:
+        return any(sampler.takes_priorities for sampler in self.members)
+
     def update_priority(
         self,
         index: Any,

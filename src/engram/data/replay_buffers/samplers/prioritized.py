@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,26 @@ def _checked(name: str, value: Any) -> float:
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"{name} must be a finite number of 0 or more, got {value!r}")
     return number
+
+
+class _Given(NamedTuple):
+    """What `update_priority`, or `mark_update` (priority None), was given."""
+
+    index: Any
+    priority: Tensor | None
+    generation: Any
+
+    def apply_to(self, table: PriorityTable, storage: Storage) -> None:
+        """Makes the update. Raises IndexError or ValueError if it does not fit the storage."""
+        try:
+            if self.priority is None:
+                table.mark(self.index, storage)
+            else:
+                table.update(self.index, self.priority, self.generation, storage)
+        except (IndexError, ValueError) as error:
+            raise type(error)(
+                f"priorities were given before the sampler had a storage, and do not fit this one: {error}"
+            ) from error
 
 
 class DrawnInfo(CopiedAsPlain, dict[str, Any]):
@@ -122,6 +142,7 @@ class PriorityTable(RunSource):
         self._storage: weakref.ref[Storage] | None = None  # the one that was used last
         self._attached: weakref.ref[Storage] | None = None  # that of the buffer which was made last
         self._fits = False  # whether it cannot outgrow `max_capacity`
+        self._given: list[_Given] = []  # updates that came before there was a storage
 
     def _new_priorities(self) -> _native.Priorities:
         return _native.Priorities(self._alpha, self._eps, self.max_priority_within_buffer, self._starts_only)
@@ -172,6 +193,10 @@ class PriorityTable(RunSource):
             if self._found_in != _store_of_now(lanes):
                 self._resume(storage, lanes)
             self._waiting = self._found_in = None
+        if self._given:
+            given, self._given = self._given, []
+            for one in given:
+                one.apply_to(self, storage)
         return self._priorities
 
     def find(self, storage: Storage) -> None:
@@ -219,6 +244,11 @@ class PriorityTable(RunSource):
     # ---- priorities ----
     def update(self, index: Any, priority: Any, generation: Any, storage: Storage | None) -> None:
         """As `Sampler.update_priority`."""
+        if storage is None and self._newest_storage is None:
+            p = _real(priority).clone()  # the caller's may change before they are used
+            self._priorities.check(p.reshape(-1).contiguous())
+            self._given.append(_Given(copy.deepcopy(index), p, copy.deepcopy(generation)))
+            return
         where, lanes = self._stored_in(storage)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
@@ -247,6 +277,9 @@ class PriorityTable(RunSource):
 
     def mark(self, index: Any, storage: Storage | None) -> None:
         """As `Sampler.mark_update`."""
+        if storage is None and self._newest_storage is None:
+            self._given.append(_Given(copy.deepcopy(index), None, None))
+            return
         where, lanes = self._stored_in(storage)
         self.following(where, lanes).mark(lanes.store, _slots(where, lanes, index)[0])
 
@@ -345,10 +378,11 @@ class PriorityTable(RunSource):
         """Forgets all priorities."""
         self._priorities.forget()
         self._waiting = self._found_in = None
+        self._given = []
 
     def _stored_in(self, storage: Storage | None) -> tuple[Storage, Lanes]:
         if storage is None:
-            storage = self.storage_in_use
+            storage = self._newest_storage
         if storage is None:
             raise RuntimeError("the sampler has not been used with a storage yet; say which with storage=...")
         lanes = storage.lanes
@@ -434,7 +468,7 @@ class PriorityTable(RunSource):
 
     def _with_waiting(self, waiting: dict[str, Any]) -> PriorityTable:
         table = PriorityTable.__new__(PriorityTable)
-        anew = {"_priorities": self._new_priorities(), "_waiting": waiting, "_found_in": None}
+        anew = {"_priorities": self._new_priorities(), "_waiting": waiting, "_found_in": None, "_given": []}
         vars(table).update({**vars(self), **anew})
         return table
 
@@ -442,6 +476,7 @@ class PriorityTable(RunSource):
         self._priorities = self._new_priorities()
         assert self._waiting is not None
         self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}
+        vars(self).setdefault("_given", [])  # which an earlier version did not have
         if "_beta" in vars(self):  # an earlier version has pickled it
             self.beta = vars(self).pop("_beta")
 
