@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from contracts.each import each
+from engram import envs
 from engram._aliases import ALIASES
+from engram.envs import GymEnv
 
 WHERE_USERS_LOOK = {
     "collectors.collectors": "SyncDataCollector MultiSyncDataCollector MultiaSyncDataCollector RandomPolicy",
@@ -20,7 +22,7 @@ WHERE_USERS_LOOK = {
     "data.postprocs.postprocs": "MultiStep",
     "data.replay_buffers.ray_buffer": "RayReplayBuffer",
     "data.replay_buffers.replay_buffers": "ReplayBuffer TensorDictReplayBuffer TensorDictPrioritizedReplayBuffer",
-    "data.tensor_specs": "Bounded Composite OneHot TensorSpec",
+    "data.tensor_specs": "BoxList Bounded CategoricalBox Composite ContinuousBox OneHot TensorSpec",
     "envs.batched_envs": "ParallelEnv SerialEnv",
     "envs.common": "EnvBase",
     "envs.env_creator": "EnvCreator",
@@ -38,6 +40,11 @@ def test_names_are_where_users_look_for_them(module):
     found = importlib.import_module(f"engram.{module}")
     for name in WHERE_USERS_LOOK[module].split():
         assert isinstance(getattr(found, name), type)
+
+
+def test_env_creator_is_the_function_whatever_is_imported():
+    importlib.import_module("engram.envs.env_creator")
+    assert isinstance(envs.env_creator(GymEnv), envs.EnvCreator)
 
 
 @each("alias", ALIASES)

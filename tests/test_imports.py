@@ -53,8 +53,8 @@ print(json.dumps([modules, errors, sys.stderr.getvalue()]))
 INSTALL = {
     "GymEnv": 'GymEnv needs gymnasium: pip install "engram[gym]"',
     "space_from_spec": 'space_from_spec needs gymnasium: pip install "engram[gym]"',
-    "ParallelEnv": 'worker processes need cloudpickle: pip install "engram[workers]"',
-    "MultiSyncDataCollector": 'worker processes need cloudpickle: pip install "engram[workers]"',
+    "ParallelEnv": 'a worker process needs cloudpickle: pip install "engram[workers]"',
+    "MultiSyncDataCollector": 'a worker process needs cloudpickle: pip install "engram[workers]"',
 }
 """The files of HDF5, Minari and Parquet have tests of their own that say the same."""
 

@@ -37,7 +37,7 @@ SPECS = {
 NAMES = {
     "engram": {"Generator", "__version__", "load", "verify"},
     "engram.data": BUFFERS | SPECS | {"MultiStep", "TensorDict"},
-    "engram.data.specs": SPECS,
+    "engram.data.specs": SPECS | {"BoxList", "CategoricalBox", "ContinuousBox"},
     "engram.data.replay_buffers": BUFFERS,
     "engram.data.replay_buffers.samplers": {
         "DrawTotals", "PrioritizedSampler", "PrioritizedSliceSampler", "RandomSampler", "Sampler", "SamplerEnsemble",

@@ -45,6 +45,12 @@ def _frame_stack_sampler() -> Any:
     return FrameStackSampler
 
 
+def _multi_collector() -> Any:
+    from engram.collectors.multi import MultiCollector
+
+    return MultiCollector
+
+
 def _stack_specs() -> Any:
     from engram.specs.stacked import stack_specs
 
@@ -60,6 +66,7 @@ def _transformed_env() -> Any:
 _PROVIDERS.update(
     directory_forms=_directory_forms,
     frame_stack_sampler=_frame_stack_sampler,
+    multi_collector=_multi_collector,
     stack_specs=_stack_specs,
     transformed_env=_transformed_env,
 )

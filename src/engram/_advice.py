@@ -3,8 +3,9 @@
 Some are of other libraries: what they call it to store each observation once.
 
 `@advised` puts them into a class: an argument that would change nothing here is accepted, any other is a TypeError with
-advice, and reading a member is an AttributeError with advice (`hasattr` is False). With `advise_on_names` importing a
-name from a module is an ImportError with advice.
+advice, as is one that is mistyped, and reading a member is an AttributeError with advice (`hasattr` is False). With
+`advise_on_names` importing a name from a module is an ImportError with advice, and reading it is an AttributeError
+(`hasattr` is False).
 
 Example:
     >>> from engram.data import ReplayBuffer
@@ -20,10 +21,13 @@ Example:
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
+import opcode
 import sys
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +36,7 @@ from tensordict import TensorDict
 _Class = TypeVar("_Class", bound=type)
 _ONE_PROCESS = "give one object to all environments of a process; those of workers learn by themselves"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+_IMPORT_FROM = opcode.opmap["IMPORT_FROM"]
 _ANY: tuple[Any, ...] = ()  # every value of the argument is accepted and changes nothing
 
 _WORKERS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -89,13 +94,16 @@ _COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
     "worker_idx": ((None,), "leave it out: collectors with workers number them"),
     "collector_class": ((None,), "leave it out: workers run a SyncDataCollector"),
     "trajs_per_write": ((None,), "use trajs_per_batch, which writes so many whole trajectories at a time"),
-    "backend": ((None, "direct"), "use the classes of engram.distributed for several machines"),
+    "backend": (
+        (None, "direct"),
+        "use Collector(backend='process', num_workers=n) for worker processes, engram.distributed for several machines",
+    ),
     "backend_options": ((None,), "use the classes of engram.distributed for several machines"),
 }
 #: Of collectors on one machine.
 _LOCAL_COLLECTORS: dict[str, tuple[tuple[Any, ...], str]] = {
     **_COLLECTORS,
-    "num_collectors": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+    "num_collectors": ((None,), "use backend='process' and num_workers=, or MultiSyncDataCollector"),
 }
 
 
@@ -190,7 +198,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "sync": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector"),
         "preemptive_threshold": ((None,), "use MultiSyncDataCollector, whose workers may be ended early"),
         "cat_results": ((None,), "use MultiSyncDataCollector, which joins the batches of its workers"),
-        "num_workers": ((None,), "use MultiSyncDataCollector or MultiaSyncDataCollector with num_workers"),
+        "num_workers": ((None,), "use backend='process', or MultiSyncDataCollector or MultiaSyncDataCollector"),
     },
     "MultiCollector": _LOCAL_COLLECTORS,
     "MultiSyncDataCollector": _LOCAL_COLLECTORS,
@@ -281,7 +289,7 @@ MEMBERS: dict[str, dict[str, str]] = {
         "transform_fake_tensordict": "call `fake_tensordict` of the environment",
     },
     "VecNorm": {
-        "SEP": "statistics are lists in the order of in_keys, and by key with VecNormV2",
+        "SEP": "statistics are TensorDicts by key: read norm.loc[key] and norm.scale[key]",
         "build_td_for_shared_vecnorm": _ONE_PROCESS,
     },
     # ---- collectors ----
@@ -365,29 +373,32 @@ NAMES: dict[str, dict[str, str]] = {
         **_of_torchrl("torchrl.data.replay_buffers.samplers", "MinSegmentTreeFp32 MinSegmentTreeFp64"),
         **_of_torchrl("torchrl.data.replay_buffers.samplers", "SumSegmentTreeFp32 SumSegmentTreeFp64"),
     },
-    "engram.envs": _of_torchrl(
-        "torchrl.envs",
-        "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool AutoResetEnv "
-        "AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform ChessEnv "
-        "ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop DMControlWrapper "
-        "DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder DreamerEnv ExpandAs "
-        "FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper GymLikeEnv HabitatEnv Hash "
-        "HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper IsaacLabWrapper JumanjiEnv JumanjiWrapper "
-        "KLRewardTransform LBForagingEnv LBForagingWrapper LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards "
-        "MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper "
-        "ModelBasedEnvBase ModuleTransform MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction "
-        "MultiThreadedEnv MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper "
-        "PendulumEnv PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
-        "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform RemoveEmptySpecs "
-        "RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack SuccessReward "
-        "TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer UnaryTransform "
-        "UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform VecGymEnvTransform VmasEnv "
-        "VmasWrapper Walker2dEnv WorldModelEnv check_marl_grouping default_info_dict_reader gSDENoise "
-        "get_available_libraries make_composite_from_td register_gym_spec_conversion terminated_or_truncated",
-    ),
+    "engram.envs": {
+        "NextObservationDelta": "use LazyTensorStorage(n, compact=True), which stores each observation once",
+        **_of_torchrl(
+            "torchrl.envs",
+            "ActionChunkTransform ActionDiscretizer ActionMask ActionTokenizerTransform AntEnv AsyncEnvPool "
+            "AutoResetEnv AutoResetTransform BatchSizeTransform BinarizeReward BraxEnv BraxWrapper BurnInTransform "
+            "ChessEnv ConditionalPolicySwitch ConditionalSkip CraftGroundEnv CraftGroundWrapper Crop "
+            "DMControlWrapper DecodeVideoTransform DeviceCastTransform DiscreteActionProjection DreamerDecoder "
+            "DreamerEnv ExpandAs FinancialRegimeEnv FiniteTensorDictCheck FlattenAction GenesisEnv GenesisWrapper "
+            "GymLikeEnv HabitatEnv Hash HopperEnv HumanoidEnv ImaginedEnv IsaacGymEnv IsaacGymWrapper "
+            "IsaacLabWrapper JumanjiEnv JumanjiWrapper KLRewardTransform LBForagingEnv LBForagingWrapper "
+            "LLMHashingEnv LiberoEnv LiberoWrapper LineariseRewards MJLabEnv MJLabWrapper MOGymEnv MOGymWrapper "
+            "MacroAction MarlGroupMapType MeltingpotEnv MeltingpotWrapper ModelBasedEnvBase ModuleTransform "
+            "MujocoEnv MujocoPlaygroundEnv MujocoPlaygroundWrapper MultiAction MultiThreadedEnv "
+            "MultiThreadedEnvWrapper ObservationTransform OpenMLEnv OpenSpielEnv OpenSpielWrapper PendulumEnv "
+            "PermuteTransform PettingZooEnv PettingZooWrapper PinMemoryTransform PolicyAgeFilter "
+            "ProcessorAsyncEnvPool ProcgenEnv ProcgenWrapper R3MTransform RNDTransform RayTransform "
+            "RemoveEmptySpecs RoboHiveEnv RunningMeanStd SMACv2Env SMACv2Wrapper SqueezeTransform Stack "
+            "SuccessReward TerminateTransform ThreadingAsyncEnvPool TicTacToeEnv TimeMaxPool Timer Tokenizer "
+            "UnaryTransform UnityMLAgentsEnv UnityMLAgentsWrapper VC1Transform VIPRewardTransform VIPTransform "
+            "VecGymEnvTransform Walker2dEnv WorldModelEnv check_marl_grouping "
+            "default_info_dict_reader gSDENoise get_available_libraries make_composite_from_td "
+            "register_gym_spec_conversion terminated_or_truncated",
+        ),
+    },
     "engram.collectors": {
-        "AsyncCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
-        "aSyncDataCollector": "use SyncDataCollector(..., replay_buffer=rb).start(), which collects in a thread",
         "AsyncBatchedCollector": "use MultiAsyncCollector",
         "BaseCollector": "use Collector",
         "DataCollectorBase": "use Collector",
@@ -403,7 +414,8 @@ NAMES: dict[str, dict[str, str]] = {
 
 def advised(cls: _Class) -> _Class:
     """A class decorator: gives the class the advice that the tables above have under its name."""
-    if arguments := ARGUMENTS.get(cls.__name__):
+    arguments = ARGUMENTS.get(cls.__name__, {})
+    if arguments or "__init__" in vars(cls):
         cls.__init__ = _accepting(cls.__init__, arguments)  # type: ignore[misc]
     for name, instead in MEMBERS.get(cls.__name__, {}).items():
         if name in vars(cls):
@@ -412,24 +424,50 @@ def advised(cls: _Class) -> _Class:
     return cls
 
 
+class SignatureOfInit:
+    """The `__signature__` of a class whose `__new__` chooses another class: that of its `__init__`."""
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        signature = inspect.signature(owner.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
 def absent_member(owner: type, name: str) -> AttributeError:
     """The error of a class that has a `__getattr__` of its own, for a name that this did not find."""
     found = next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
     return found.error(owner) if isinstance(found, _Absent) else AttributeError(_has_no(owner, name))
 
 
-def absent_name(module: str, name: str) -> ImportError | AttributeError:
-    """The error of a module's `__getattr__` for a name that it does not have: an ImportError where there is advice.
+def absent_name(module: str, name: str, reader: FrameType) -> ImportError | AttributeError:
+    """The error of a module's `__getattr__` for a name that it does not have, with advice where there is some.
+
+    Args:
+        reader: the frame that called the `__getattr__`. Where it runs `from module import name`, an AttributeError
+            would become Python's own ImportError, without advice; anywhere else `hasattr` must be False.
 
     Example:
-        >>> print(absent_name("engram.data.replay_buffers", "HindsightStrategy"))
-        engram.data.replay_buffers has no HindsightStrategy: a later release has it; until then relabel goals in what
-        you extend with
+        >>> print(absent_name("engram.data.replay_buffers", "HindsightStrategy", sys._getframe()))
+        module 'engram.data.replay_buffers' has no attribute 'HindsightStrategy': a later release has it; until then
+        relabel goals in what you extend with
     """
+    advice = None
     for root, names in NAMES.items():
         if name in names and f"{module}.".startswith(f"{root}."):
-            return ImportError(f"{module} has no {name}: {names[name]}", name=module)
-    return AttributeError(f"module {module!r} has no attribute {name!r}")
+            advice = names[name]
+    if _imports(reader):
+        if advice is not None:
+            return ImportError(f"{module} has no {name}: {advice}", name=module)
+        if close := difflib.get_close_matches(name, dir(sys.modules.get(module)), n=1, cutoff=0.8):
+            return ImportError(f"cannot import name {name!r} from {module!r}: did you mean {close[0]!r}?", name=module)
+    absent = f"module {module!r} has no attribute {name!r}"
+    return AttributeError(absent if advice is None else f"{absent}: {advice}", name=name, obj=sys.modules.get(module))
+
+
+def _imports(frame: FrameType) -> bool:
+    """Whether a frame runs `from module import name` now."""
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == _IMPORT_FROM
 
 
 def advise_on_names(module: str, known_as: str | None = None) -> None:
@@ -439,7 +477,7 @@ def advise_on_names(module: str, known_as: str | None = None) -> None:
     """
 
     def absent(name: str) -> Any:
-        raise absent_name(module if known_as is None else known_as, name)
+        raise absent_name(module if known_as is None else known_as, name, sys._getframe(1))
 
     sys.modules[module].__getattr__ = absent  # type: ignore[method-assign]
 
@@ -480,7 +518,7 @@ class _Absent:
 
 
 def _accepting(init: Callable[..., None], arguments: Mapping[str, tuple[tuple[Any, ...], str]]) -> Callable[..., None]:
-    """A constructor that also takes the arguments without effect."""
+    """A constructor that also takes the arguments without effect, and refuses one that it does not have."""
 
     @functools.wraps(init)
     def accepting(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -491,6 +529,35 @@ def _accepting(init: Callable[..., None], arguments: Mapping[str, tuple[tuple[An
                 choices = " and ".join(map(repr, allowed))
                 verb = "is" if len(allowed) == 1 else "are"
                 raise TypeError(f"{type(self).__name__}({argument}={value!r:.60}): allowed {verb} {choices}; {instead}")
+        if kwargs:
+            refuse_unknown_arguments(type(self), init, kwargs)
         init(self, *args, **kwargs)
 
     return accepting
+
+
+def refuse_unknown_arguments(cls: type, init: Callable[..., None], given: Mapping[str, Any]) -> None:
+    """A TypeError for an argument that a constructor does not have, which says which of the class's may be meant.
+
+    Example:
+        >>> from engram.data import LazyTensorStorage
+        >>> LazyTensorStorage(max_sise=10)
+        Traceback (most recent call last):
+            ...
+        TypeError: LazyTensorStorage() has no argument 'max_sise': did you mean 'max_size'?
+    """
+    parameters = inspect.signature(init).parameters.values()
+    accepted = {one.name for one in parameters}.union(*(ARGUMENTS.get(base.__name__, {}) for base in cls.__mro__))
+    if any(one.kind is one.VAR_KEYWORD for one in parameters) or accepted >= given.keys():
+        return
+    known = dict.fromkeys(
+        one.name
+        for base in cls.__mro__
+        if "__init__" in vars(base) and base is not object
+        for one in [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    )
+    name = next(name for name in given if name not in accepted)
+    close = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known) if known else 'none'}"
+    raise TypeError(f"{cls.__name__}() has no argument {name!r}: {meant}")

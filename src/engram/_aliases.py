@@ -50,7 +50,7 @@ ALIASES = {
     "engram.data.tensor_specs": "engram.data.specs",
     "engram.envs.batched_envs": "engram.envs",
     "engram.envs.common": "engram.envs",
-    "engram.envs.env_creator": "engram.envs",
+    "engram.envs.creator": "engram.envs.env_creator",  # in pickles of 0.1
     "engram.envs.transforms.gym_transforms": "engram.envs.transforms",
     "engram.envs.transforms.rb_transforms": "engram.envs.transforms",
     "engram.envs.transforms.transforms": "engram.envs.transforms",

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import Self
 
 from engram import _forms as forms
+from engram._advice import refuse_unknown_arguments
 
 _MOST_VALUES = 4096  # of a tensor that is kept
 _DEEPEST = 30  # of arguments in arguments
@@ -42,6 +43,8 @@ class KeepsArguments:
             _NEVER_SAVED[cls] = never_saved
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if kwargs:
+            refuse_unknown_arguments(cls, cls.__init__, kwargs)
         self = super().__new__(cls)
         if cls in BUILT_IN:
             self.__dict__["_arguments"] = tuple(map(_kept, args)), {name: _kept(v) for name, v in kwargs.items()}

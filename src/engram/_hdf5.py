@@ -19,6 +19,7 @@ from urllib.parse import quote
 import numpy as np
 import numpy.typing as npt
 
+from engram._packages import packages
 from engram._system import check_memory
 from engram.pytree import KeyPath
 
@@ -34,10 +35,8 @@ _DTYPES = ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8
 
 def import_h5py(needed_by: str = "the H5StorageCheckpointer") -> Any:
     """Imports h5py; the ImportError says how to install it."""
-    try:
+    with packages(needed_by, "engram[h5]", h5py="h5py"):
         import h5py
-    except ImportError as error:
-        raise ImportError(f'{needed_by} needs h5py: pip install "engram[h5]"') from error
     return h5py
 
 

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -58,6 +59,11 @@ def parse_bytes(size: int | str, argument: str) -> int:
     if nbytes < 1:
         raise ValueError(f"{argument} must be at least one byte, got {size!r}")
     return nbytes
+
+
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """A path that a user gives, in which `~` is the home folder."""
+    return Path(os.path.expanduser(path))
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:

@@ -68,6 +68,16 @@ def has_batch_size(batch: Any) -> TypeGuard[Any]:
     return kind is TensorDict or isinstance(batch, TensorDictBase) or is_tensorclass(batch)
 
 
+def to_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor as it is, cast where a dtype is given; anything else as a tensor in main memory.
+
+    `torch.as_tensor` without a device puts both on the device of `torch.set_default_device`.
+    """
+    if isinstance(value, Tensor):
+        return value if dtype is None else value.to(dtype)
+    return torch.as_tensor(value, dtype=dtype, device="cpu")
+
+
 # ---- keys ----
 def as_key(key: Any) -> Key:
     """A key in its one form: a string, or a tuple of two strings or more.
@@ -486,11 +496,17 @@ def select_rows(rows: Any, mask: Tensor) -> Any:
 
     Raises:
         ValueError: the batch does not have one row for each entry of the mask.
+        TypeError: it has no rows.
     """
     if isinstance(rows, dict):
         return {k: select_rows(v, mask) for k, v in rows.items()}
     if isinstance(rows, tuple):
         return _rebuilt(rows, [select_rows(v, mask) for v in rows])
+    if not isinstance(rows, list) and not shape_of(rows):
+        raise TypeError(
+            f"{len(mask)} steps are indexed, the value is a {type(rows).__name__} ({rows!r:.80}) without rows; nothing "
+            "was written"
+        )
     if len(rows) != len(mask):
         raise ValueError(f"{len(mask)} steps are indexed, the values have {len(rows)}; nothing was written")
     if isinstance(rows, list):
@@ -573,7 +589,7 @@ def _collated(items: list[Any], path: KeyPath) -> Any:
         return [_collated([item[i] for item in items], (*path, i)) for i in range(len(first))]
     if isinstance(first, bool | int | float) or type(first).__module__ == "numpy":
         try:
-            return torch.as_tensor(items)
+            return to_tensor(items)
         except (RuntimeError, TypeError, ValueError) as error:
             raise _stacking_error(items, path) or error from None
     if is_masked(first):
@@ -645,7 +661,7 @@ def unstack(batch: Any, dim: int) -> list[Any]:
         return list(batch)
     except TypeError:
         if (foreign := _array_of(batch)) is not None:
-            return unstack(torch.as_tensor(foreign), dim)
+            return unstack(to_tensor(foreign), dim)
         raise TypeError(
             f"extend takes a batch or a list of items, found a {type(batch).__name__} ({batch!r:.80}); use add. "
             "Nothing was written"
@@ -759,7 +775,7 @@ def as_tensor(value: Any, path: KeyPath) -> Tensor:
         # C's `long long` is an int64 by another name, which torch does not know.
         return torch.from_numpy(native.view(f"{native.dtype.kind}{native.dtype.itemsize}"))
     if isinstance(value, bool | int | float | complex):
-        return torch.as_tensor(value)
+        return to_tensor(value)
     foreign = _array_of(value)
     if foreign is not None:
         return as_tensor(foreign, path)

@@ -88,9 +88,13 @@ inline uint64_t next_seed(CounterGenerator& generator) { return generator.next()
 class SeedSource {
  public:
   // `lock`: guards torch's random numbers; a fork waits for it.
-  SeedSource(nb::object sampler, nb::object lock) : sampler_(std::move(sampler)), lock_(std::move(lock)) {}
+  SeedSource(nb::object sampler, nb::object lock)
+      : sampler_(std::move(sampler)), lock_(std::move(lock)), rank_(nb::cast<uint64_t>(sampler_.attr("_rank"))) {}
   // Runs Python code.
-  uint64_t next() const {
+  uint64_t next() const { return seed_of_rank(drawn(), rank_); }
+
+ private:
+  uint64_t drawn() const {
     static PyObject* seed = PyUnicode_InternFromString("_seed");
     static PyObject* generator = PyUnicode_InternFromString("_generator");
     static PyObject* random = PyUnicode_InternFromString("random_");
@@ -105,8 +109,8 @@ class SeedSource {
     return static_cast<uint64_t>(value.data[0]);
   }
 
- private:
   nb::object sampler_, lock_;
+  uint64_t rank_;
 };
 
 // The rows that a sampler draws for one batch.
@@ -874,6 +878,7 @@ inline void bind_generator(nb::module_& m) {
         *const_cast<int64_t*>(value.data) = static_cast<int64_t>(next_seed(g));
       }, "out"_a);
   m.def("mix", &mix64, "number"_a);
+  m.def("seed_of_rank", &seed_of_rank, "seed"_a, "rank"_a);
 }
 
 inline void bind_batches(nb::module_& m) {

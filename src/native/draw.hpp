@@ -17,6 +17,10 @@ inline uint64_t mix64(uint64_t x) {
   x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
   return x ^ (x >> 31);
 }
+
+// The seed of a draw at this rank, 63 bits: others than at rank 0, whose own it is.
+inline uint64_t seed_of_rank(uint64_t seed, uint64_t rank) { return rank ? mix64(seed ^ mix64(rank)) >> 1 : seed; }
+
 // Counter-based random numbers: the n-th one of a key does not depend on the numbers drawn before.
 struct CounterGenerator {
   uint64_t key = 0, counter = 0;

@@ -77,7 +77,7 @@ def test_without_typer_it_says_what_to_install(monkeypatch, capsys):
 
     def without_typer(name, *rest):
         if name == "typer":
-            raise ImportError("No module named 'typer'", name="typer")
+            raise ModuleNotFoundError("No module named 'typer'", name="typer")
         return original(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without_typer)

@@ -1,7 +1,10 @@
 """`info`: what is at a path, from headers; it disturbs nobody."""
 
+import functools
 import os
 import re
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -11,7 +14,7 @@ from tensordict import TensorDict
 
 from cli.support import episodes, store
 from contracts.children import Child
-from engram.cli import description, info
+from engram.cli import description, info, kinds
 from engram.cli.tables import show_info
 from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
 from engram.data.datasets import write_hdf5, write_minari, write_parquet
@@ -237,3 +240,47 @@ def test_flat_rows_have_episodes_and_returns_too(tmp_path, ids):
     for path in (tmp_path / "store", tmp_path / "saved"):
         found = info(path, returns=True)
         assert found.episodes == (2 if ids else 3) and found.returns == ((15, 15, 15) if ids else (10, 10, 10))
+
+
+def runs(folder, seeds=3):
+    for seed in range(seeds):
+        rb = store(folder / "runs" / str(seed), steps=20 + seed, capacity=100)
+        rb.dumps(folder / "runs" / str(seed) / "checkpoint")
+        rb.storage.close()
+    (folder / "runs" / ".hidden").mkdir()
+    (folder / "runs" / "0" / "loop").symlink_to(folder / "runs")
+    return folder / "runs"
+
+
+def test_a_folder_above_lists_the_stores_and_checkpoints_below(tmp_path):
+    found = info(runs(tmp_path))
+    assert found.kind == "folder" and found.rows is None and found.notes == ()
+    assert [(one.path.removeprefix(f"{tmp_path}/runs/"), one.kind, one.rows) for one in found.below] == [
+        (f"{seed}/{name}", kind, 20 + seed)
+        for seed in range(3)
+        for name, kind in (("checkpoint", "checkpoint"), ("store", "store"))
+    ]
+    assert [one["kind"] for one in found.to_json()["below"]] == ["checkpoint", "store"] * 3
+
+
+def test_one_that_is_damaged_does_not_hide_the_others(tmp_path):
+    folder = runs(tmp_path, seeds=2)
+    (folder / "0" / "store" / "rows.engram").write_bytes(b"torn")
+    damaged = [one for one in info(folder).below if one.rows is None]
+    assert [one.path for one in damaged] == [str(folder / "0" / "store")] and "rows.engram" in damaged[0].notes[0]
+
+
+def test_a_search_that_ends_early_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(description, "stores_below", functools.partial(kinds.stores_below, most=5))
+    assert "more files and folders" in info(runs(tmp_path)).notes[0]
+
+
+def test_other_commands_name_one_of_them(tmp_path):
+    with pytest.raises(ValueError, match=r"Below it are 6, which `engram info` lists: .*/0/checkpoint"):
+        kinds.kind_of(runs(tmp_path))
+
+
+def test_the_list_needs_no_torch(tmp_path):
+    look = f"len(info({str(runs(tmp_path))!r}).below)"
+    code = f"import sys; from engram.cli import info; print({look}, 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "6 False\n"

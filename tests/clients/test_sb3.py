@@ -286,6 +286,32 @@ def test_reset_forgets_everything():
     assert_same_batches(pair)
 
 
+@pytest.mark.parametrize("observation", ["box", "dict", "pixels"])
+@pytest.mark.parametrize("n_envs", [1, 2])
+def test_an_empty_buffer_that_is_said_to_be_full_is_full_of_zeros(observation, n_envs):
+    space = OBSERVATIONS[observation]
+    classes = (buffers.DictReplayBuffer if observation == "dict" else buffers.ReplayBuffer, ReplayBuffer)
+    pair = [cls(9 * n_envs, space, ACTIONS["discrete"], "cpu", n_envs=n_envs) for cls in classes]
+    for buffer in pair:
+        buffer.pos, buffer.full = 0, False
+        assert buffer.size() == 0
+        buffer.full = True
+    assert (pair[1].pos, pair[1].full, pair[1].size()) == (0, True, 9)
+    assert_same_batches(pair)
+    fill(pair, space, ACTIONS["discrete"], steps=4, n_envs=n_envs)
+    assert_same_batches(pair)
+
+
+def test_where_something_was_added_position_and_fullness_follow_from_that():
+    buffer = ReplayBuffer(9, BOX, ACTIONS["box"], "cpu")
+    fill([buffer], BOX, ACTIONS["box"], steps=4, n_envs=1)
+    buffer.pos, buffer.full = 4, False
+    for name, value in (("pos", 3), ("full", True)):
+        with pytest.raises(AttributeError, match=f"{name} follows from what was added, and cannot be set where"):
+            setattr(buffer, name, value)
+    assert (buffer.pos, buffer.full) == (4, False)
+
+
 def test_extend_adds_step_after_step():
     buffer = ReplayBuffer(9, BOX, ACTIONS["box"], "cpu")
     steps = np.zeros((4, 1, 3), np.float32)

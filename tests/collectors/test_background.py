@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import subprocess
@@ -258,11 +259,58 @@ def test_an_error_is_logged_at_once_and_raised_by_the_next_call(call, caplog):
         collector.start()
         ended(collector)
     assert "the simulator broke" in caplog.text and "SyncDataCollector" in caplog.text
-    assert collector.frames == len(rb) == 7  # the rows before it are there
+    assert collector.frames == len(rb.storage) == 7  # the rows before it are there
     with pytest.raises(ArithmeticError, match="the simulator broke"):
         CALLS[call](collector)
     collector.shutdown()  # raised once
     assert collector.is_shut_down
+
+
+USES = {
+    "sample": lambda rb: rb.sample(),
+    "iterate": lambda rb: next(iter(rb)),
+    "next": lambda rb: rb.next(),
+    "extend": lambda rb: rb.extend(rb[:2]),
+    "add": lambda rb: rb.add(rb[0]),
+    "len": len,
+    "write_count": lambda rb: rb.write_count,
+}
+
+
+@each("use", USES)
+def test_an_error_ends_programs_that_wait_for_rows_in_the_buffer(use):
+    rb = buffer()
+    collector = SyncDataCollector(GymEnv(Breaks(8)), Rule(), frames_per_batch=5, replay_buffer=rb)
+    collector.start()
+    ended(collector)
+    copied = copy.deepcopy(rb)
+    with pytest.raises(RuntimeError, match=r"in the background has ended .*the simulator broke") as raised:
+        USES[use](rb)
+    assert isinstance(raised.value.__cause__, ArithmeticError)
+    for one in (rb, copied):  # raised once
+        USES[use](one)
+    with pytest.raises(ArithmeticError, match="the simulator broke"):
+        collector.shutdown()
+
+
+def test_a_buffer_that_waits_for_rows_in_a_loop_is_told_of_the_error():
+    rb = buffer()
+    collector = SyncDataCollector(GymEnv(Breaks(8)), Rule(), frames_per_batch=5, replay_buffer=rb)
+    collector.start()
+    with pytest.raises(RuntimeError, match="the simulator broke"):
+        while rb.write_count < 1000:
+            time.sleep(0.001)
+    with pytest.raises(ArithmeticError):
+        ended(collector).rollout()
+
+
+def test_an_error_that_the_collector_has_raised_leaves_the_buffer_in_use():
+    rb = buffer()
+    collector = SyncDataCollector(GymEnv(Breaks(8)), Rule(), frames_per_batch=5, replay_buffer=rb)
+    collector.start()
+    with pytest.raises(ArithmeticError):
+        ended(collector).update_policy_weights_()
+    assert len(rb) == rb.write_count == 7 and len(rb.sample()) == 16
 
 
 def test_after_an_error_it_can_go_on_with_a_new_trajectory():

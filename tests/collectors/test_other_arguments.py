@@ -17,15 +17,18 @@ from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import Countdown
 from engram._advice import ARGUMENTS
 from engram.collectors import (
+    AsyncCollector,
+    Collector,
     MultiaSyncDataCollector,
     MultiCollector,
     MultiSyncDataCollector,
     SyncDataCollector,
+    aSyncDataCollector,
 )
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.envs import EnvBase, GymEnv, SerialEnv, TransformedEnv
-from engram.envs.transforms import StepCounter
-from engram.specs import Bounded, Composite
+from engram.envs.transforms import InitTracker, StepCounter, TensorDictPrimer
+from engram.specs import Bounded, Composite, Unbounded
 
 MULTI = [MultiSyncDataCollector, MultiaSyncDataCollector]
 CLASSES = ["SyncDataCollector", "MultiCollector"]
@@ -34,6 +37,26 @@ IDS = ("collector", "traj_ids")
 
 def countdown(lengths=(3, 1, 4)):
     return GymEnv(Countdown(lengths))
+
+
+class Remembers(nn.Module):
+    """Acts by a rule, and counts the steps of each episode in its hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.rule = Rule()
+
+    def forward(self, observation, hidden, is_init):
+        return self.rule(observation), torch.where(is_init, 0.0, hidden) + 1
+
+
+class Recurrent(TensorDictModule):
+    def make_tensordict_primer(self):
+        return TensorDictPrimer(hidden=Unbounded((1,)))
+
+
+def recurrent():
+    return Recurrent(Remembers(), ["observation", "hidden", "is_init"], ["action", ("next", "hidden")])
 
 
 def serial():
@@ -46,6 +69,12 @@ def test_no_argument_of_a_constructor_is_taken_as_one_without_effect(package):
     for name in ARGUMENTS.keys() & set(dir(module)):
         own = inspect.signature(getattr(module, name)).parameters
         assert not own.keys() & ARGUMENTS[name].keys(), name
+
+
+def test_an_asynchronous_collector_of_one_function_has_one_worker():
+    assert AsyncCollector is aSyncDataCollector is MultiaSyncDataCollector
+    with AsyncCollector(countdown, Rule(), frames_per_batch=8, total_frames=16) as collector:
+        assert [batch.shape for batch in collector] == [(8,), (8,)] and collector.num_workers == 1
 
 
 class TestOneProcess:
@@ -128,6 +157,40 @@ class TestOneProcess:
             collector = SyncDataCollector(env, policy, frames_per_batch=8, auto_register_policy_transforms=True)
             assert collector.rollout()["step_count"].max() == 1
 
+    @pytest.mark.parametrize("made_by", ["the collector", "GymEnv", "worker"])
+    def test_recurrent_modules_get_marks_of_first_steps(self, made_by):
+        policy = recurrent()
+        if made_by == "GymEnv":
+            env = GymEnv(Countdown((3, 5)), policy=policy)
+            assert isinstance(env, TransformedEnv) and list(env.observation_spec.leaves())[1:] == ["is_init", "hidden"]
+            collector = SyncDataCollector(env, policy, frames_per_batch=8)
+        elif made_by == "worker":
+            collector = MultiSyncDataCollector(
+                [lambda: GymEnv(Countdown((3, 5)))], policy, frames_per_batch=8, auto_register_policy_transforms=True
+            )
+        else:
+            own = TransformedEnv(GymEnv(Countdown((3, 5))), InitTracker())
+            for env in (GymEnv(Countdown((3, 5))), own):
+                collector = SyncDataCollector(env, policy, frames_per_batch=8, auto_register_policy_transforms=True)
+                assert [type(part) for part in collector.env.transform] == [InitTracker, TensorDictPrimer]
+        with collector:
+            batch = collector.rollout()
+        steps = [0, 1, 2, 0, 1, 2, 3, 4]
+        assert batch["is_init"].flatten().tolist() == [n == 0 for n in steps]
+        assert batch["next", "hidden"].flatten().tolist() == [n + 1 for n in steps]
+
+    def test_a_policy_that_reads_marks_of_first_steps_is_told_of_them_by_name(self):
+        said = r"the policy reads 'is_init', .* InitTracker\(\).*auto_register_policy_transforms=True"
+        with pytest.raises(KeyError, match=said):
+            SyncDataCollector(countdown(), recurrent(), frames_per_batch=8)
+        with pytest.raises(KeyError, match=said):
+            countdown().rollout(3, recurrent())
+        with pytest.raises(KeyError, match=r"InitTracker\(\('a', 'is_init'\)\)"):
+            countdown().rollout(3, TensorDictModule(Rule(), ["observation", ("a", "is_init")], ["action"]))
+        env = countdown()
+        given = env.reset().update({"is_init": torch.ones(1, dtype=torch.bool), "hidden": torch.zeros(1)})
+        assert env.rollout(3, recurrent(), tensordict=given, auto_reset=False).shape == (3,)
+
     def test_an_environment_that_takes_no_transforms_says_so(self):
         class Recurrent(nn.Linear):
             def make_tensordict_primer(self):
@@ -162,6 +225,26 @@ class TestOneProcess:
         plain = SyncDataCollector(serial(), policy(), frames_per_batch=12)
         assert bool((compiled.rollout() == plain.rollout()).all()) and calls
 
+    @pytest.mark.parametrize(
+        "arguments, kind, workers",
+        [
+            ({"num_workers": 2}, MultiSyncDataCollector, 2),
+            ({"num_workers": 1, "sync": False}, MultiaSyncDataCollector, 1),
+            ({}, MultiSyncDataCollector, 1),
+        ],
+    )
+    def test_a_collector_whose_backend_is_processes_has_workers(self, arguments, kind, workers):
+        with Collector(countdown, Rule(), backend="process", frames_per_batch=8, **arguments) as collector:
+            assert type(collector) is kind and collector.num_workers == workers
+            assert collector.rollout().numel() == 8
+        with Collector(countdown, Rule(), backend="direct", frames_per_batch=8) as collector:
+            assert type(collector) is SyncDataCollector
+
+    def test_other_backends_and_workers_without_one_are_refused_with_what_to_use(self):
+        for wrong in ({"backend": "ray"}, {"num_workers": 2}):
+            with pytest.raises(TypeError, match="backend='process'"):
+                Collector(countdown, Rule(), frames_per_batch=8, **wrong)
+
     @each("name", ["use_buffers", "trust_policy", "local_init_rb", "extend_buffer"])
     def test_what_needs_nothing_here_is_accepted(self, name):
         assert SyncDataCollector(countdown, frames_per_batch=4, **{name: True}).rollout().shape == (4,)
@@ -179,7 +262,7 @@ class TestOneProcess:
 
     @each("cls", [SyncDataCollector, *MULTI])
     def test_unknown_arguments_are_type_errors(self, cls):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'frames'"):
+        with pytest.raises(TypeError, match="has no argument 'frames': did you mean 'total_frames'"):
             cls([countdown] if cls in MULTI else countdown, frames_per_batch=4, frames=3)
 
     @each("cls", [SyncDataCollector, *MULTI])
@@ -304,8 +387,8 @@ class TestWorkers:
             ({"policy_factory": [3, 4]}, TypeError, "must be callables"),
             ({"policy_factory": Rule, "update_at_each_batch": True}, ValueError, "policy_factory leaves none here"),
             ({"max_frames_per_traj": 3, "reset_when_done": False}, ValueError, "leave out reset_when_done"),
-            ({"num_threads": 0}, ValueError, "must be 1 or more"),
-            ({"num_sub_threads": 0}, ValueError, "must be 1 or more"),
+            ({"num_threads": 0}, ValueError, "must be an integer of 1 or more"),
+            ({"num_sub_threads": 0}, ValueError, "must be an integer of 1 or more"),
             ({"num_sub_threads": 2, "start_method": "fork"}, ValueError, "leave start_method out"),
         ],
     )

@@ -395,10 +395,10 @@ def test_a_collector_that_nobody_holds_closes_its_environment():
 @each(
     ("arguments", "message"),
     [
-        ({"frames_per_batch": 0}, "frames_per_batch must be 1 or more"),
-        ({"frames_per_batch": 5, "total_frames": 0}, "total_frames must be 1 or more"),
-        ({"frames_per_batch": 5, "max_frames_per_traj": -2}, "max_frames_per_traj must be 1 or more"),
-        ({"frames_per_batch": 5, "init_random_frames": -2}, "init_random_frames must be 0 or more"),
+        ({"frames_per_batch": 0}, "frames_per_batch must be an integer of 1 or more"),
+        ({"frames_per_batch": 5, "total_frames": 0}, "total_frames must be an integer of 1 or more"),
+        ({"frames_per_batch": 5, "max_frames_per_traj": -2}, "max_frames_per_traj must be an integer of 1 or more"),
+        ({"frames_per_batch": 5, "init_random_frames": -2}, "init_random_frames must be an integer of 0 or more"),
         ({"frames_per_batch": 5, "split_trajs": True, "replay_buffer": object()}, "padding"),
     ],
 )

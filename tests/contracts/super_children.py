@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tensordict import TensorDict
+from tensordict import LazyStackedTensorDict, TensorDict
 
 import engram
 from law.world import difference, frozen
@@ -261,7 +261,8 @@ class Program:
         path = self.new_folder()
         self._rb.dumps(path)
         rb = engram.load(path)
-        return len(rb), rb.storage.get(slice(None))
+        rows = rb.storage.get(slice(None))
+        return len(rb), list(rows.unbind(0)) if isinstance(rows, LazyStackedTensorDict) else rows
 
 
 #: Writes before and round the end of a ring of 40 steps, longer than it, and into an emptied one.

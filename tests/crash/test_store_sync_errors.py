@@ -50,7 +50,7 @@ def dirty_bytes() -> int:
 def filled(folder: Path, rows: int = WIDE) -> ReplayBuffer:
     rb = ReplayBuffer(storage=LazyMemmapStorage(WIDE, scratch_dir=folder))
     rb.extend(steps(0, 10))
-    rb.storage.flush()
+    rb.flush()
     if dirty_bytes():
         pytest.skip("this file system has no disk behind it")
     rb.extend(steps(10, rows))
@@ -72,13 +72,13 @@ def test_a_flush_after_two_that_failed_writes_everything_again(tmp_path, monkeyp
     at_stake = unsynced_bytes(rb)
     for _ in range(2):
         with pytest.raises(StorageError, match=r"store/rows.engram.*Input/output error"):
-            rb.storage.flush()
+            rb.flush()
         assert durable(rb) == 10
     assert dirty_bytes() == 0, "the kernel holds nothing for dirty"
-    rb.storage.flush()
+    rb.flush()
     assert disk.dirty >= at_stake > 100_000 and durable(rb) == WIDE
     assert numbers(rb[:]) == list(range(WIDE))
-    rb.storage.flush()
+    rb.flush()
     assert disk.dirty < at_stake, "and not for ever"
     rb.storage.close()
 
@@ -87,12 +87,12 @@ def test_a_row_that_was_dropped_after_a_failed_sync_is_never_reported_as_flushed
     rb = filled(tmp_path / "store", 1000)
     disk = FailingDisk(monkeypatch, times=1)
     with pytest.raises(StorageError):
-        rb.storage.flush()
+        rb.flush()
     store = rb.storage.lanes.store
     store.memory()[store.rows_offset + 500 * store.row_stride] ^= 1  # as the disk has it, which the kernel reads again
     for _ in range(2):
         with pytest.raises(StorageError, match="row 500 of lane 0 is lost"):
-            rb.storage.flush()
+            rb.flush()
     assert durable(rb) == 10 and disk.times == 0
 
 
@@ -101,13 +101,13 @@ def test_whoever_opens_a_store_after_a_failed_flush_writes_the_rows_again(tmp_pa
     disk = FailingDisk(monkeypatch, times=2)
     at_stake = unsynced_bytes(rb)
     with pytest.raises(StorageError):
-        rb.storage.flush()
+        rb.flush()
     with pytest.raises(StorageError):
         rb.storage.close()
     del rb
     again = ReplayBuffer.open(tmp_path / "store")
     assert numbers(again[:]) == list(range(WIDE)) and dirty_bytes() < at_stake
-    again.storage.flush()
+    again.flush()
     assert disk.dirty >= at_stake > 100_000 and durable(again) == WIDE
     again.storage.close()
 

@@ -458,7 +458,7 @@ class TestSettings:
             ({"p": [-1, 2]}, "0 or more"),
             ({"p": [0, 0]}, "one above 0"),
             ({"p": [1, float("nan")]}, "0 or more"),
-            ({"num_buffer_sampled": 0}, "positive"),
+            ({"num_buffer_sampled": 0}, "an integer of 1 or more"),
             ({"batch_size": 7}, "batch_size=7 does not divide.*multiple of 2"),
             ({"collate_fns": [None]}, "2 members, 1 collate_fns"),
         ],

@@ -32,7 +32,7 @@ def test_a_spec_stands_for_a_step_of_it():
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, True, "9"])
 def test_a_number_of_steps_that_is_none_is_refused(n):
-    with pytest.raises(ValueError, match="number of steps"):
+    with pytest.raises(ValueError, match="n must be an integer of 1 or more"):
         LazyTensorStorage.nbytes_for(torch.zeros(3), n)
 
 

@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from engram.data import (
     ImmutableDatasetWriter,
     LazyMemmapStorage,
+    LazyStackStorage,
     LazyTensorStorage,
     ListStorage,
     PrioritizedSampler,
@@ -111,3 +112,82 @@ def test_items_that_do_not_stack_are_read_as_a_list():
     rb = ReplayBuffer(storage=ListStorage(10))
     rb.extend(["a", 1, None])
     assert rb.read_all_in_order() == ["a", 1, None]
+
+
+class TestStepsThatAreNamedTwice:
+    """The last counts, as for NumPy arrays."""
+
+    @pytest.fixture(params=[LazyTensorStorage, LazyMemmapStorage, ListStorage, LazyStackStorage])
+    def rb(self, request):
+        rb = ReplayBuffer(storage=request.param(6), batch_size=3)
+        rb.extend(steps(0, 4))
+        return rb
+
+    def numbers(self, rb):
+        return column(rb, "n").tolist()
+
+    def test_of_a_batch(self, rb):
+        rb[[2, 0, 2, -4]] = steps(10, 14)
+        assert self.numbers(rb) == [13, 1, 12, 3]
+
+    def test_of_a_list(self, rb):
+        rb[torch.tensor([1, 1, 3])] = list(steps(10, 13))
+        assert self.numbers(rb) == [0, 11, 2, 12]
+
+    def test_of_a_sampled_batch_that_goes_back(self, rb):
+        batch, info = rb.sample(32, return_info=True)
+        assert len(info["index"].unique()) < 32
+        batch["n"] += 100
+        rb[info["index"]] = batch
+        assert set(self.numbers(rb)) <= {0, 1, 2, 3, 100, 101, 102, 103}
+        assert [n for n in self.numbers(rb) if n >= 100] == [n + 100 for n in info["index"].unique().tolist()]
+
+    def test_of_one_entry(self, rb):
+        rb.set_at_("n", torch.tensor([10, 11, 12]), [1, 3, 1])
+        assert self.numbers(rb) == [0, 12, 2, 11]
+
+    def test_of_a_set_of_stored_and_new_steps(self, rb):
+        rb.storage.set([3, 3, 4, 4], steps(10, 14))
+        assert self.numbers(rb) == [0, 1, 2, 11, 13] and rb.write_count == 5
+
+    def test_of_values_of_another_number_nothing_is_written(self, rb):
+        for index, values in ([[1, 1], steps(0, 3)], [[1, 1, 4, 4], steps(0, 3)], [[1, 1], list(steps(0, 3))]):
+            with pytest.raises(ValueError, match=f"{len(index)} steps are indexed, the values have 3; nothing"):
+                rb.storage[index] = values
+        with pytest.raises(TypeError, match=r"2 steps are indexed, the value is a int \(5\) without rows; nothing"):
+            rb[[1, 1]] = 5
+        assert self.numbers(rb) == [0, 1, 2, 3]
+
+
+def test_of_steps_of_several_environments_that_are_named_twice_the_last_counts():
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    rb.extend(TensorDict({"x": torch.arange(6).reshape(2, 3)}, [2, 3]))
+    rb[[0, 0, 1], [1, 1, 2]] = TensorDict({"x": torch.tensor([10, 11, 12])}, [3])
+    assert rb[:]["x"].tolist() == [[0, 11, 2], [3, 4, 12]]
+    rb[[2, 2]] = TensorDict({"x": torch.tensor([[20, 21], [22, 23]])}, [2, 2])
+    assert rb[:]["x"].tolist() == [[0, 11, 21], [3, 4, 23]]
+
+
+class TestIndicesOfSeveralDimensions:
+    @pytest.fixture
+    def rb(self):
+        rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+        rb.extend(TensorDict({"x": torch.arange(6).reshape(2, 3)}, [2, 3]))
+        return rb
+
+    @pytest.mark.parametrize(
+        "index", [(0, slice(1, 2)), (0, 1), (slice(None), slice(1, 2)), (slice(None), 1), (1,), (...,)]
+    )
+    def test_what_is_read_at_an_index_is_written_there(self, rb, index):
+        rb[index] = rb[index].apply(lambda x: x + 10)
+        changed = torch.zeros(2, 3, dtype=torch.int64)
+        changed[(slice(None), *index) if len(index) == 1 and index != (...,) else index] = 10
+        assert torch.equal(rb[:]["x"], torch.arange(6).reshape(2, 3) + changed)
+
+    def test_values_of_another_shape_are_refused(self, rb):
+        for values in (torch.zeros(1), torch.zeros(1, 2), torch.zeros(2)):
+            with pytest.raises(ValueError, match=r"index means steps of shape \[2, 1\], the data have .*nothing was"):
+                rb[:, 1:2] = TensorDict({"x": values.long()}, values.shape)
+        with pytest.raises(ValueError, match="0 steps are indexed, the data have 1; nothing was written"):
+            rb[0, 3:4] = TensorDict({"x": torch.zeros(1).long()}, [1])
+        assert rb[:]["x"].tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -13,6 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from contracts.each import each
 from engram.data import Spec, space_from_spec, spec_from_space
+from engram.data import specs as tensor_specs
 from engram.envs.codecs import codec_for
 from engram.specs import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 
@@ -431,6 +432,7 @@ def test_equal_specs_have_equal_hashes(spec):
 @every_spec
 def test_the_space_of_a_spec_bounds_its_draws(spec):
     space, draw = spec.space, spec.rand((20,))
+    assert isinstance(space, tensor_specs.CategoricalBox | tensor_specs.ContinuousBox | tensor_specs.BoxList)
     if isinstance(spec, Unbounded | Bounded):
         assert space.low.shape == space.high.shape == spec.shape and space.low.dtype == spec.dtype
         assert bool(((draw.double() >= space.low.double()) & (draw.double() <= space.high.double())).all())

@@ -170,3 +170,17 @@ def test_repr_waits_for_no_other_thread():
         thread.start()
         thread.join(120)
     assert shown and "rows=4" in shown[0] and "episodes" not in shown[0]
+
+
+def test_stats_are_read_as_a_mapping_with_torchrls_names_too():
+    rb = ReplayBuffer(storage=LazyTensorStorage(8))
+    rb.extend(torch.arange(10))
+    stats = rb.stats()
+    assert {**stats} == dict(stats.items()) and tuple(stats.keys())[: len(stats)] == stats._fields
+    assert (stats["rows"], stats["size"], stats["write_count"], stats["utilization"]) == (8, 8, 10, 1.0)
+    assert stats[0] == 8 and next(iter(stats)) == 8 and "writes" in stats and "rose" not in stats and 10 in stats
+    assert stats.get("rose", 3) == 3 and tuple(stats.values())[:2] == stats[:2]
+    with pytest.raises(KeyError, match="there is no 'rose', but rows, bytes"):
+        stats["rose"]
+    endless = ReplayBuffer(storage=ListStorage()).stats()
+    assert "utilization" not in endless and "capacity" in endless

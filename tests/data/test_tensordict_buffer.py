@@ -9,6 +9,7 @@ from engram.data import (
     LazyTensorStorage,
     ListStorage,
     ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorStorage,
 )
@@ -63,7 +64,7 @@ def test_the_device_of_samples_is_the_storages_at_every_level():
 
 def test_the_priority_key_is_what_was_asked_for():
     assert TensorDictReplayBuffer().priority_key == "td_error"
-    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), priority_key="loss", batch_size=4)
+    rb = TensorDictPrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10), priority_key="loss", batch_size=4)
     rb.extend(steps(0, 5))
     batch = rb.sample()
     with pytest.raises(KeyError, match="'loss'"):

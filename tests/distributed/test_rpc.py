@@ -13,7 +13,7 @@ import torch.distributed.rpc
 from contracts.waiting import NEVER, comes
 from distributed import test_sharded
 from distributed.shards import Link, client
-from engram.data import LazyTensorStorage
+from engram.data import LazyTensorStorage, PrioritizedSampler
 from engram.distributed import Timeouts
 from engram.distributed.client import PendingCall, ShardLink
 
@@ -184,8 +184,8 @@ def test_processes_of_a_group_share_the_rows_of_shards(
         ({"max_batch_age": -1.0}, "max_batch_age must be 0 or more"),
         ({"timeout": 0.0}, "timeout must be more than 0"),
         ({"timeout": Timeouts(extend=0.0)}, "timeout must be more than 0 seconds, got 0.0 for extend"),
-        ({"batches_per_call": 0}, "batches_per_call must be a positive integer"),
-        ({"lanes": True}, "lanes must be a positive integer"),
+        ({"batches_per_call": 0}, "batches_per_call must be an integer of 1 or more"),
+        ({"lanes": True}, "lanes must be an integer of 1 or more"),
     ],
 )
 def test_settings_that_are_not_allowed_are_refused(settings: dict[str, Any], words: str) -> None:
@@ -193,3 +193,25 @@ def test_settings_that_are_not_allowed_are_refused(settings: dict[str, Any], wor
 
     with pytest.raises(ValueError, match=words):
         RpcReplayBuffer(["alone"], storage=LazyTensorStorage(10), **settings)
+
+
+def test_a_second_buffer_of_one_name_is_another_client_only_with_the_same_settings(group: str, tmp_path: Path) -> None:
+    from engram.distributed.rpc_buffer import RpcReplayBuffer
+
+    def made(n: int = 100, **settings: Any) -> Any:
+        return RpcReplayBuffer([group], name="shared", storage=LazyTensorStorage(n), **settings)
+
+    rb = made(sampler=PrioritizedSampler(100, 0.6, 0.4))
+    made(sampler=PrioritizedSampler(100, 0.6, 0.4)).close()
+    others: list[tuple[dict[str, Any], str]] = [
+        ({"n": 50, "sampler": PrioritizedSampler(100, 0.6, 0.4)}, "room for 100 rows, not 50 rows"),
+        ({}, r"the sampler PrioritizedSampler\(100, 0.6, 0.4\), not RandomSampler\(\)"),
+        ({"sampler": PrioritizedSampler(100, 0.9, 0.4)}, r"the sampler .*0\.6.*, not .*0\.9"),
+        ({"sampler": PrioritizedSampler(100, 0.6, 0.4), "lanes": 2}, "lanes of 8, not 2"),
+        ({"sampler": PrioritizedSampler(100, 0.6, 0.4), "scratch_dir": tmp_path}, "the folder None, not "),
+    ]
+    for settings, words in others:
+        with pytest.raises(ValueError, match=f"(?s)shard shared-0 already, made with {words}.*another name="):
+            made(**settings)
+    rb.shutdown()
+    made().shutdown()

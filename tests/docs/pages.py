@@ -101,3 +101,12 @@ def _run(command: list[str], path: str, folder: Path) -> None:
 
 def _check(done: subprocess.CompletedProcess[str], path: str) -> None:
     assert done.returncode == 0, f"{path}: {shlex.join(done.args)}:\n{done.stdout}\n{done.stderr}"
+
+
+def added_lines(page: str, program: str) -> list[str]:
+    """The lines that the page's diffs add, and that the program does not have."""
+    written = {line.strip() for line in Path(program).read_text().splitlines()}
+    diffs = re.findall(r"^```diff\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    added = [line[1:].strip() for diff in diffs for line in diff.splitlines() if line.startswith("+")]
+    assert added, f"{page} changes no line"
+    return [line for line in added if line not in written]

@@ -427,7 +427,7 @@ def test_settings_that_contradict_each_other_are_refused():
         GymEnv("CartPole-v1", num_envs=2, vectorization_mode="vector_entry_point", frame_skip=2)
     with pytest.raises(TypeError, match="needs a name"):
         GymEnv(Countdown(), num_envs=2)
-    with pytest.raises(ValueError, match="num_envs must be 0"):
+    with pytest.raises(ValueError, match="num_envs must be an integer of 0"):
         GymEnv("CartPole-v1", num_envs=-1)
 
 

@@ -429,8 +429,19 @@ def test_rows_that_are_no_steps_do_not_go_to_torchrl():
 def test_what_torchrl_asks_of_its_own_environments_only_says_what_to_use():
     for env in (GymEnv("CartPole-v1"), TransformedEnv(GymEnv("CartPole-v1"))):
         with pytest.raises(TypeError, match=r"env\.to_torchrl\(\)"):
-            _ = env._supports_set_state
+            _ = env._has_dynamic_specs
         assert not hasattr(env, "_anything_else")
+
+
+def test_environments_say_whether_a_reset_reads_a_state():
+    single = GymEnv("CartPole-v1")
+    for env in (single, TransformedEnv(single), SerialEnv(2, lambda: GymEnv("CartPole-v1"))):
+        assert env._supports_set_state is False
+        with pytest.raises(NotImplementedError):
+            env.reset(TensorDict({}, env.batch_size), set_state=True)
+    for env in (Agents(), TransformedEnv(Agents(), StepCounter())):
+        assert env._supports_set_state is True
+        env.reset(TensorDict({}, env.batch_size), set_state=True)
 
 
 def test_the_rewards_of_a_group_of_agents_are_added_up():

@@ -258,10 +258,10 @@ def test_it_says_what_it_is(parallel):
 @each(
     "settings, message",
     [
-        ({"n": 0}, "ParallelEnv needs 1 environment or more, got 0"),
+        ({"n": 0}, "n must be an integer of 1 or more, got 0"),
         ({"make_env": [Walk]}, r"ParallelEnv\(2, ...\) got 1 callables"),
         ({"num_workers": 3}, "num_workers must be between 1 and the number of environments, 2, got 3"),
-        ({"num_workers": 0}, "num_workers must be between 1"),
+        ({"num_workers": 0}, "num_workers must be an integer of 1 or more"),
         ({"cpus": [4096]}, "cpus must be cores that this process may use"),
         ({"cpus": []}, "cpus must be cores that this process may use"),
         ({"start_method": "clone"}, "start method must be one of"),

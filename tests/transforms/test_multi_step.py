@@ -910,3 +910,12 @@ def test_a_state_with_other_cuts_than_its_rows_can_have_is_refused(cuts):
     state = transform.get_extra_state()
     with pytest.raises(CheckpointMisfitError, match=r"cuts.* a (tensor )?bool (\[1, 2\]|of 2 dimensions)"):
         MultiStepTransform(3, 0.5).load_state_dict({**state, "cuts": cuts})
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_ids_of_whole_numbers_part_trajectories_in_any_dtype(dtype):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=MultiStepTransform(n_steps=2, gamma=0.5))
+    following = {"reward": torch.ones(4, 1), "done": torch.zeros(4, 1, dtype=torch.bool)}
+    rb.extend(TensorDict({"episode": torch.tensor([3, 3, 4, 4], dtype=dtype), "next": following}, [4]))
+    rb.flush_transforms()
+    assert rb[:]["next", "reward"].flatten().tolist() == [1.5, 1.0, 1.5, 1.0]

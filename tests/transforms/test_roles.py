@@ -45,6 +45,7 @@ from engram.transforms import (
     StepCounter,
     Transform,
 )
+from engram.transforms.torchrl import TorchRLTransform
 from transforms.data import flags, steps
 
 MAKE = {
@@ -446,3 +447,20 @@ def test_a_list_of_rows_has_returns_too():
     rb.extend([data(4)[i] for i in range(4)])
     rb.append_transform(Reward2GoTransform(0.5))
     torch.testing.assert_close(torch.stack(rb[:])["reward_to_go"], rewards_to_go(data(4)["next", "reward"], 0.5))
+
+
+def test_deltas_of_observations_are_refused_by_what_stores_each_once():
+    class Root:
+        """As the base of TorchRL's transforms."""
+
+        def _post_step_mdp_hooks(self, td):
+            return td
+
+    class NextObservationDelta(Root):
+        def _post_step_mdp_hooks(self, td):
+            return td.copy()
+
+    with pytest.raises(TypeError, match=r"NextObservationDelta .*LazyTensorStorage\(n, compact=True\)"):
+        TorchRLTransform(NextObservationDelta(), Root)
+    with pytest.raises(ImportError, match="compact=True"):
+        from engram.envs.transforms import NextObservationDelta

@@ -219,11 +219,15 @@ def test_what_a_policy_writes_reaches_the_next_step_through_a_primer_of_torchrls
 def test_in_environments_what_cannot_be_honoured_is_refused_by_its_name():
     for transform in (
         T.MultiStepTransform(n_steps=2, gamma=0.5),
-        T.NextObservationDelta(),
         T.ExcludeTransform("truncated"),
     ):
         with pytest.raises(TypeError, match=type(transform).__name__):
             our_envs.TransformedEnv(our_envs.GymEnv("Pendulum-v1"), transform)
+
+
+def test_deltas_of_observations_are_refused_by_what_stores_each_once():
+    with pytest.raises(TypeError, match=r"NextObservationDelta .*compact=True"):
+        our_envs.TransformedEnv(our_envs.GymEnv("Pendulum-v1"), T.NextObservationDelta())
 
 
 def test_an_environment_with_one_of_its_transforms_can_be_sent_and_copied():

@@ -355,8 +355,8 @@ def test_running_statistics_are_those_of_all_that_was_written(cuts):
         else:
             rb.extend(data[start:stop])
     norm = rb._transform[0]
-    torch.testing.assert_close(norm.loc[0], data["x"].double().mean(0))
-    torch.testing.assert_close(norm.scale[0], data["x"].double().std(0, correction=0))
+    torch.testing.assert_close(norm.loc["x"], data["x"].double().mean(0).float())
+    torch.testing.assert_close(norm.scale["x"], data["x"].double().std(0, correction=0).float())
     assert torch.equal(rb.storage[:]["x"], data["x"]), "what is stored is as it came"
     torch.testing.assert_close(rb[:]["x"].mean(0), torch.zeros(3), atol=2e-3, rtol=0)
     before = norm.state_dict()
@@ -369,8 +369,8 @@ def test_old_statistics_fade_and_follow_what_changes():
     norm = VecNorm(["x"], decay=0.5)
     for value in [0.0] * 20 + [10.0] * 20:
         norm.learn({"x": torch.full((4, 1), value) + torch.tensor([[-1.0], [1.0], [-1.0], [1.0]])})
-    torch.testing.assert_close(norm.loc[0], torch.tensor([10.0]).double(), atol=1e-3, rtol=0)
-    torch.testing.assert_close(norm.scale[0], torch.tensor([1.0]).double(), atol=1e-2, rtol=0)
+    torch.testing.assert_close(norm.loc["x"], torch.tensor([10.0]), atol=1e-3, rtol=0)
+    torch.testing.assert_close(norm.scale["x"], torch.tensor([1.0]), atol=1e-2, rtol=0)
 
 
 def test_a_frozen_norm_learns_nothing():

@@ -315,7 +315,7 @@ class _Decoder:
             return torch.from_numpy(self._file.view(nbytes))
         check_memory(nbytes, "a state in it")
         self._file.skip(padding)
-        content = torch.empty(nbytes, dtype=torch.uint8)
+        content = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._file.take(content.numpy())
         return content
 

@@ -168,7 +168,7 @@ class _HeldRows:
         for leaf in self._layout.leaves:
             raw = rows[..., leaf.offset : leaf.offset + leaf.nbytes]
             if not leaf.nbytes:
-                leaves.append(torch.zeros((*lead, *leaf.shape), dtype=leaf.dtype))
+                leaves.append(torch.zeros((*lead, *leaf.shape), dtype=leaf.dtype, device="cpu"))
             else:
                 leaves.append(raw.view(leaf.dtype).view(*lead, *leaf.shape))
         return self._layout.build(leaves, lead)

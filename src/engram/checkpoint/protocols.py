@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from engram._overrides import overrides
+from engram.checkpoint.by_path import BY_PATH, RestoreByPath, SaveByPath
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.store.layout import RowLayout
@@ -111,6 +113,18 @@ class ItemSink(Protocol):
 Source = TypeVar("Source", contravariant=True)
 Sink = TypeVar("Sink", contravariant=True)
 Hook = Callable[..., Any]
+_BY_PATH, _PLANNED = {"dumps", "loads"}, {"plan_save", "plan_restore"}
+Self = TypeVar("Self", bound="StorageCheckpointerBase[Any, Any]")
+
+
+class SavedForm(Protocol):
+    """A storage, as it is saved and loaded."""
+
+    @property
+    def storage(self) -> Any: ...
+    def source(self, background: bool) -> Any: ...
+    def sink(self) -> Any: ...
+    def staging(self) -> Any: ...
 
 
 class SavePlan(Protocol):
@@ -136,10 +150,17 @@ class RestorePlan(Protocol[Sink]):
         """
 
 
-class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
+class StorageCheckpointerBase(Generic[Source, Sink]):
     """Writes a storage into a snapshot and reads it back; one kind of storage, one form on disk.
 
-    A checkpointer of one's own defines `format`, the name of that form, `plan_save` and `plan_restore`.
+    A checkpointer of one's own defines either of these:
+
+    - `dumps(storage, path)` and `loads(storage, path)`. The first writes a file, or a folder of files, at a path where
+      nothing is yet; the snapshot takes these over, with checksums. The second gets a path with the same files, once
+      these were compared, and fills the storage, which is empty, by its own methods (`set`, `load_state_dict`, ...).
+      Such a checkpointer saves while `dumps` of the buffer waits (`blocking=False` is refused), and all files anew; one
+      that is to apply hooks overrides `register_save_hook` and `register_load_hook`, too.
+    - `format`, the name of the form, `plan_save` and `plan_restore`, which write and read files one by one.
 
     Hooks are callables. Save hooks get what users stored: a batch of all rows (TensorDict, tensorclass, dict, tensor;
     of a list storage a list, where its items do not stack) in the order of slots, whose tensors are views of the rows;
@@ -169,23 +190,87 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
         ...     twin.loads(path)
         >>> twin[:]
         tensor([7., 8., 9.])
+
+        A form of one's own, by two methods:
+
+        >>> class OneFile(StorageCheckpointerBase):
+        ...     def dumps(self, storage, path):
+        ...         torch.save(storage.state_dict(), path)
+        ...
+        ...     def loads(self, storage, path):
+        ...         storage.load_state_dict(torch.load(path))
+        >>> storage.checkpointer, twin.checkpointer = OneFile(), OneFile()
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     _ = storage.dumps(path)
+        ...     twin.empty()
+        ...     twin.loads(path)
+        >>> len(twin)
+        3
     """
 
-    format: ClassVar[str]
+    format: ClassVar[str] = BY_PATH
     #: The method by which a storage hands out what is saved; storages without it are refused. None: any will do.
     needs: ClassVar[str | None] = None
+    save_hooks: list[Hook]
+    load_hooks: list[Hook]
 
-    def __init__(self) -> None:
-        self.save_hooks: list[Hook] = []
-        self.load_hooks: list[Hook] = []
+    def __new__(cls: type[Self], *args: Any, **kwargs: Any) -> Self:
+        own = _own_methods(cls)  # type: ignore[arg-type]
+        if not own >= _PLANNED and not own >= _BY_PATH:
+            raise TypeError(
+                f"{cls.__name__} is no checkpointer: it has to define dumps(storage, path) and loads(storage, path), "
+                "or format, plan_save and plan_restore"
+            )
+        made = super().__new__(cls)
+        made.save_hooks, made.load_hooks = [], []
+        return made
+
+    @property
+    def _by_path(self) -> bool:
+        """Whether `dumps` and `loads` of a user's class write and read the files."""
+        return not _own_methods(type(self)) >= _PLANNED  # type: ignore[arg-type]
 
     def register_save_hook(self, hook: Hook) -> None:
         """Adds a callable that gets what is saved, and returns what is saved instead."""
+        self._refuse_hooks()
         self.save_hooks.append(hook)
 
     def register_load_hook(self, hook: Hook) -> None:
         """Adds a callable that gets what was saved, and returns what the storage takes."""
+        self._refuse_hooks()
         self.load_hooks.append(hook)
+
+    def _refuse_hooks(self) -> None:
+        if self._by_path:
+            name = type(self).__name__
+            raise ValueError(
+                f"dumps and loads of {name} are its own, and call no hooks: change what is saved there, or override "
+                f"register_save_hook and register_load_hook of {name} by what keeps hooks for them"
+            )
+
+    # ---- what is saved and filled, of a storage as it is saved and loaded ----
+    def source(self, form: SavedForm, background: bool = False) -> Any:
+        """What `plan_save` gets.
+
+        Raises:
+            ValueError: this cannot save in the background.
+        """
+        if not self._by_path:
+            return form.source(background)
+        if background:
+            raise ValueError(
+                f"dumps of {type(self).__name__} reads the storage itself, which may not change meanwhile: save with "
+                "blocking=True"
+            )
+        return form.storage
+
+    def sink(self, form: SavedForm) -> Any:
+        """What a plan of `plan_restore` fills."""
+        return form.storage if self._by_path else form.sink()
+
+    def staging(self, form: SavedForm) -> Any:
+        """What it fills in place of that, where there are rows already; None: nothing can hold what was saved."""
+        return None if self._by_path else form.staging()
 
     def dumps(self, storage: Any, path: str | os.PathLike[str]) -> None:
         """Saves a storage in this form, whatever its own checkpointer is."""
@@ -207,16 +292,21 @@ class StorageCheckpointerBase(ABC, Generic[Source, Sink]):
         """
         storage.loads(path, checkpointer=self)
 
-    @abstractmethod
     def plan_save(self, source: Source, previous: dict[str, Any] | None = None) -> SavePlan:
         """Plans a save of `source`, which does not change until it is written.
 
         `previous` is what `SavePlan.write` returned for the current snapshot, whose files `writer.reuse` takes over.
         """
+        return SaveByPath(self.dumps, source)
 
-    @abstractmethod
     def plan_restore(self, reader: SnapshotReader, state: dict[str, Any]) -> RestorePlan[Sink]:
         """Plans the load of a storage; `state` is the result of `SavePlan.write`.
 
         `reader.malformed(...)` is the error for a state that no save can have written. Reads no file.
         """
+        return RestoreByPath(self.loads, reader, state)
+
+
+@functools.cache
+def _own_methods(cls: type) -> frozenset[str]:
+    return overrides(cls, StorageCheckpointerBase)

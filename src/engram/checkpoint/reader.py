@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import advise_disk, check_memory, map_privately, open_regular
+from engram._system import advise_disk, check_memory, map_privately, open_regular, user_path
 from engram.checkpoint.directory import (
     CURRENT,
     FEATURES,
@@ -533,7 +533,7 @@ class Checkpoint(CheckpointDirectory):
     """The snapshots at a path, for reading and verifying."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(os.path.abspath(os.fspath(path)))
+        super().__init__(os.path.abspath(user_path(path)))
 
     @contextmanager
     def reading(self, snapshot: str | None = None) -> Iterator[SnapshotReader]:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from engram._system import advise_disk, open_regular, sync_directory
+from engram._system import advise_disk, open_regular, sync_directory, user_path
 from engram._text import visible
 from engram.checkpoint.directory import (
     FORMAT,
@@ -80,7 +80,7 @@ def saving(path: str | os.PathLike[str], *, keep_last: int = 1) -> Iterator[Snap
     """
     if keep_last < 1:
         raise ValueError(f"keep_last must be 1 or more, got {keep_last}: the snapshot just saved is one of them")
-    directory = CheckpointDirectory(os.path.abspath(os.fspath(path)))
+    directory = CheckpointDirectory(os.path.abspath(user_path(path)))
     with _as_checkpoint_errors(directory.root) as needs:
         _make_directories(directory.root)
         with _only_saver(directory):

@@ -22,6 +22,7 @@ from engram.cli.description import Summary, summary
 from engram.cli.kinds import store_folder
 from engram.errors import EngramError, StorageInUseError
 from engram.kernel.disk import LearnerStats, ObservedRows, StoreFile, published_stats, writer_shares
+from engram.kernel.tools import user_path
 
 _EPISODES = 100  # of which returns and lengths are shown: the last ones
 _FIRST_STEPS = 1 << 12  # of a lane, read at the first look
@@ -121,7 +122,8 @@ def top(
     """
     if not every >= 0.05:
         raise ValueError(f"every must be 0.05 seconds or more, got {every}")
-    patterns = [os.fspath(paths)] if isinstance(paths, str | os.PathLike) else [os.fspath(path) for path in paths]
+    given = [paths] if isinstance(paths, str | os.PathLike) else paths
+    patterns = [os.fspath(user_path(path)) for path in given]
     watched: dict[Path, _Watch] = {}
     next_look = time.monotonic()
     while True:

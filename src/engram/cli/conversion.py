@@ -29,7 +29,7 @@ from engram.datasets import FORMATS
 from engram.datasets.atomic_files import new_folder
 from engram.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
 from engram.kernel.rows import IDS
-from engram.kernel.tools import visible
+from engram.kernel.tools import user_path, visible
 from engram.pytree import KeyPath
 
 #: The kinds that can be written, by the words of `--to`.
@@ -120,7 +120,7 @@ def convert(
         >>> converted.kind, converted.rows
         ('checkpoint', 5)
     """
-    kind, place = _kind_to_write(target, to), Path(target)
+    kind, place = _kind_to_write(target, to), user_path(target)
     with ExitStack() as stack:
         snapshot = stack.enter_context(one_snapshot(source, snapshot))
         data = stack.enter_context(_opened(source, snapshot, rows, progress))
@@ -150,7 +150,7 @@ def _written(kind: Kind, request: _Request) -> int:
 
 
 def _kind_to_write(target: str | os.PathLike[str], to: str | None) -> Kind:
-    name = _SUFFIXES.get(Path(target).suffix) if to is None else to.lower()
+    name = _SUFFIXES.get(user_path(target).suffix) if to is None else to.lower()
     if name not in TARGETS:
         raise ValueError(
             f"to={to!r} is none of {', '.join(TARGETS)}"
@@ -258,7 +258,7 @@ class _Ends:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         counted = trajectories_of(storage, DONE)
-        columns = [torch.empty(0, dtype=torch.int64)] * 4 if isinstance(counted, str) else counted[:4]
+        columns = [torch.empty(0, dtype=torch.int64, device="cpu")] * 4 if isinstance(counted, str) else counted[:4]
         self._lane, self._env, self._start, self._length = (values.numpy() for values in columns)
 
     def hidden(self) -> int:
@@ -289,7 +289,7 @@ class _Ends:
         lanes = _lanes(self._storage)
         capacity = lanes.store.lane_capacity
         column = read_column(self._storage, path, torch.from_numpy(self._lane * capacity + sequences % capacity))
-        which = torch.arange(len(self._lane)), torch.from_numpy(self._env), 0
+        which = torch.arange(len(self._lane), device="cpu"), torch.from_numpy(self._env), 0
         return column.reshape(len(self._lane), lanes.envs, -1)[which].numpy()
 
 
@@ -299,7 +299,7 @@ def _unheld_flags(storage: Storage, paths: Sequence[KeyPath]) -> list[str]:
     lanes = _lanes(storage)
     for lane, state in enumerate(lanes.states()):
         for begin in range(state["first"], state["published"], _ROWS_AT_ONCE):
-            sequences = torch.arange(begin, min(begin + _ROWS_AT_ONCE, state["published"]))
+            sequences = torch.arange(begin, min(begin + _ROWS_AT_ONCE, state["published"]), device="cpu")
             slots = lane * lanes.store.lane_capacity + sequences % lanes.store.lane_capacity
 
             def column(path: KeyPath, slots: torch.Tensor = slots) -> Any:
@@ -420,7 +420,7 @@ def _to_torchrl(request: _Request) -> int:
                 mapped = like(prefix=folder / "storage")
             n = len(block.rows)
             for key in block.rows.keys(include_nested=True, leaves_only=True):
-                values = torch.arange(rows, rows + n) if key == INDEX else block.rows[key]
+                values = torch.arange(rows, rows + n, device="cpu") if key == INDEX else block.rows[key]
                 mapped[key][rows : rows + n].copy_(values)
             rows += n
             advance(n)

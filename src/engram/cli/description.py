@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engram._progress import progress_bar
-from engram.cli.kinds import Kind, kind_of, one_snapshot, store_folder
+from engram.cli.kinds import Kind, kind_of, one_snapshot, own_kind, store_folder, stores_below
 from engram.cli.returns import NO_ENDS, NO_REWARDS, sum_rewards
-from engram.errors import StorageError, StorageInUseError
+from engram.errors import EngramError, StorageError, StorageInUseError
 from engram.kernel.disk import (
     ROWS_LOOKED_AT,
     Checkpoint,
@@ -30,7 +30,7 @@ from engram.kernel.disk import (
     WriterShare,
     writer_shares,
 )
-from engram.kernel.tools import visible
+from engram.kernel.tools import user_path, visible
 
 if TYPE_CHECKING:
     from engram.cli.trajectories import Trajectories
@@ -100,6 +100,7 @@ class Info:
         lengths: of these trajectories, as far as they are stored.
         returns: sums of `("next", "reward")` over these trajectories.
         notes: what else there is to say.
+        below: of a folder that is none of these, the stores and checkpoints in it and in its folders.
     """
 
     path: str
@@ -119,6 +120,7 @@ class Info:
     lengths: Summary | None = None
     returns: Summary | None = None
     notes: tuple[str, ...] = ()
+    below: tuple[Info, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -128,6 +130,7 @@ class Info:
         as_dict["writers"] = [writer._asdict() for writer in self.writers]
         for name in ("lengths", "returns"):
             as_dict[name] = None if as_dict[name] is None else as_dict[name]._asdict()
+        as_dict["below"] = [one.to_json() for one in self.below]
         as_dict["notes"] = list(self.notes)
         return as_dict
 
@@ -140,14 +143,15 @@ def info(
     snapshot: str | None = None,
     progress: bool = False,
 ) -> Info:
-    """Describes a store, a checkpoint, a directory of TorchRL's or a dataset file.
+    """Describes a store, a checkpoint, a directory of TorchRL's or a dataset file; or all stores and checkpoints below.
 
     A store may be in use: it is looked at without a lock and without a write. Of all but episodes and returns only
     headers, manifests and file sizes are read; where observations are stored once, also what the newest rows are made
     of, which the notes tell with what would make them smaller.
 
     Args:
-        path: the folder or the file.
+        path: the folder or the file; of a folder that is none of these, the stores and checkpoints in it and in its
+            folders are described, in `below`.
         episodes: read the done flags or trajectory ids of all rows and count trajectories. None: where that is quick,
             in a store of up to a million rows.
         returns: also read the rewards.
@@ -171,6 +175,10 @@ def info(
         >>> described.keys[0]
         KeyInfo(key='n', shape=(), dtype='int64', nbytes=8)
     """
+    if os.path.isdir(user_path(path)) and own_kind(user_path(path)) is None:
+        below, is_all = stores_below(path)
+        if below:
+            return _of_folder(path, below, is_all, bool(episodes), returns)
     kind = kind_of(path)
     if kind == "store":
         return _of_store(path, episodes, returns, progress)
@@ -180,6 +188,24 @@ def info(
             return described
         with _opened_rows(path, snapshot, progress) as storage:
             return _with_episodes(described, storage, _trajectories_of(storage), returns, progress)
+
+
+def _of_folder(
+    path: str | os.PathLike[str], below: Sequence[tuple[str, Kind]], is_all: bool, episodes: bool, returns: bool
+) -> Info:
+    """One that is damaged, or being made, does not hide the others."""
+    found = []
+    for place, kind in below:
+        try:
+            found.append(info(place, episodes=episodes, returns=returns))
+        except (
+            EngramError,
+            OSError,
+            ValueError,
+        ) as error:
+            found.append(Info(place, kind, None, notes=(str(error),)))
+    notes = () if is_all else ("there are more files and folders than were looked through: name one further down",)
+    return Info(str(path), "folder", None, notes=notes, below=tuple(found))
 
 
 def info_of_rows(
@@ -401,7 +427,7 @@ def _of_torchrl(path: str | os.PathLike[str]) -> Info:
             rows=steps.length * envs,
             capacity=steps.capacity * envs,
             row_bytes=layout.payload_bytes,
-            file_bytes=_bytes_below(Path(path)),
+            file_bytes=_bytes_below(user_path(path)),
             envs=envs,
             keys=_keys(layout.to_json()),
             notes=() if steps.is_counted else (UNCOUNTED,),
@@ -412,7 +438,7 @@ def _of_dataset(path: str | os.PathLike[str], kind: Kind) -> Info:
     from engram.cli.sources import DATASETS
     from engram.kernel.rows import RowLayout
 
-    size, place = DATASETS[kind].size(path), Path(path)
+    size, place = DATASETS[kind].size(path), user_path(path)
     first = next(iter(DATASETS[kind].batches(path)), None)
     layout = None if first is None else RowLayout.of(first, 1)
     return Info(

@@ -20,7 +20,7 @@ from engram.cli.kinds import kind_of, one_snapshot, store_folder
 from engram.cli.sources import open_rows
 from engram.data import Storage
 from engram.data.replay_buffers.checkpointers import open_snapshot
-from engram.pytree import describe
+from engram.pytree import describe, to_tensor
 
 Slots = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -280,7 +280,7 @@ def _differing(a: Any, b: Any, n: int) -> Iterator[tuple[str, Flags]]:
     one, other = (dict(describe(batch, 1)[1]) for batch in (a, b))
     for path, value in one.items():
         if path in other:
-            x, y = torch.as_tensor(value), torch.as_tensor(other[path])
+            x, y = to_tensor(value), to_tensor(other[path])
             if (x.dtype, x.shape) == (y.dtype, y.shape) and x.numel():
                 yield shown_key(path), (_bytes(x, n) != _bytes(y, n)).any(1).numpy()
 

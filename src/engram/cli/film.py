@@ -20,7 +20,7 @@ from engram.cli.trajectories import Trajectories, read_column, trajectories_of
 from engram.data import Storage
 from engram.datasets.atomic_files import new_file
 from engram.errors import StorageInUseError
-from engram.kernel.tools import visible
+from engram.kernel.tools import packages, user_path, visible
 from engram.pytree import KeyPath
 
 _AT_ONCE = 256  # frames that are read at once
@@ -68,7 +68,7 @@ def play(
         >>> play(folder, folder + "/episode.gif").read_bytes()[:3]
         b'GIF'
     """
-    place = Path(output)
+    place = user_path(output)
     if place.suffix.lower() not in _FORMS:
         raise ValueError(f"a film is written as {' or '.join(_FORMS)}, got {visible(place.name)}")
     if not fps > 0:
@@ -116,7 +116,7 @@ def _frames(storage: Storage, path: KeyPath, lane: int, env: int, steps: range, 
     assert lanes is not None
     capacity = lanes.store.lane_capacity
     for start in range(steps.start, steps.stop, _AT_ONCE):
-        times = torch.arange(start, min(start + _AT_ONCE, steps.stop))
+        times = torch.arange(start, min(start + _AT_ONCE, steps.stop), device="cpu")
         column = read_column(storage, path, lane * capacity + times % capacity)
         values = column[:, env] if lanes.envs > 1 else column
         if lanes.store.lane(lane)["first"] > start:
@@ -129,10 +129,8 @@ def _frames(storage: Storage, path: KeyPath, lane: int, env: int, steps: range, 
 
 
 def _import_gif_writer() -> Any:
-    try:
+    with packages("a GIF", "engram[cli]", Pillow="PIL"):
         from PIL import Image as images
-    except ImportError as error:
-        raise ImportError('a GIF needs Pillow: pip install "engram[cli]"') from error
 
     def write(file: Path, frames: Iterator[Image], fps: float) -> None:
         pictures = (images.fromarray(frame) for frame in frames)
@@ -146,11 +144,9 @@ def _import_gif_writer() -> Any:
 
 
 def _import_mp4_writer() -> Any:
-    try:
+    with packages("an MP4", "engram[video]", imageio="imageio", imageio_ffmpeg="imageio_ffmpeg"):
         import imageio
         import imageio_ffmpeg
-    except ImportError as error:
-        raise ImportError('an MP4 needs imageio with ffmpeg: pip install "engram[video]"') from error
     del imageio_ffmpeg  # which imageio uses
 
     def write(file: Path, frames: Iterator[Image], fps: float) -> None:

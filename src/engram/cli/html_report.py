@@ -35,7 +35,7 @@ from engram.cli.tables import HELD, WRITER_HEAD, facts, writer_rows
 from engram.cli.trajectories import read_column, trajectories_of
 from engram.data import Storage
 from engram.kernel.disk import published_stats
-from engram.kernel.tools import human_bytes, visible
+from engram.kernel.tools import human_bytes, user_path, visible
 
 _IMAGES = 16  # rows of which images are shown
 _ROWS = 8
@@ -122,8 +122,8 @@ def report(
         '<!doctype html>'
     """
     import_matplotlib()
-    name = Path(path).absolute().name
-    place = Path(f"{name}.html" if output is None else output)
+    name = user_path(path).absolute().name
+    place = user_path(f"{name}.html" if output is None else output)
     check_target(place, REPORT)
     with one_snapshot(path, snapshot) as snapshot, open_rows(path, snapshot, progress=progress) as storage:
         described = info_of_rows(path, storage, snapshot, progress=progress)
@@ -200,7 +200,7 @@ def _film_strips(storage: Storage) -> Iterator[str]:
     capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
     longest = int(trajectories.length.argmax())
     lane, env, start, length = (int(column[longest]) for column in trajectories[:4])
-    steps = start + torch.linspace(0, length - 1, min(_STRIP, length), dtype=torch.float64).round().long()
+    steps = start + torch.linspace(0, length - 1, min(_STRIP, length), dtype=torch.float64, device="cpu").round().long()
     for name, path in keys.items():
         column = read_column(storage, path, lane * capacity + steps % capacity)
         frames = last_frames((column[:, env] if envs > 1 else column).numpy())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from engram.kernel.disk import Checkpoint, StoreFile
-from engram.kernel.tools import open_regular, visible
+from engram.kernel.tools import open_regular, user_path, visible
 
 #: The kinds of a path: "store", "checkpoint", "TorchRL directory", or the `kind` of a format of datasets.
 Kind: TypeAlias = str
@@ -23,25 +23,58 @@ def kind_of(path: str | os.PathLike[str]) -> Kind:
         ValueError: it is none of these.
         OSError: it is a pipe, a socket or a device, or cannot be opened.
     """
-    place = Path(path)
+    place = user_path(path)
     if not place.exists():
         raise FileNotFoundError(2, "there is no such file or directory", str(path))
     kind = _kind_of_folder(place) if place.is_dir() else _kind_of_file(place)
     if kind is None:
+        below, _ = stores_below(place) if place.is_dir() else ([], True)
+        more = f". Below it are {len(below)}, which `engram info` lists: {visible(below[0][0])}" if below else ""
         raise ValueError(
             f"{visible(path)} is none of: a store (a folder with {StoreFile.NAME}), a checkpoint (a folder with "
             "CURRENT), a directory that TorchRL's dumps wrote, a folder of memory-mapped TensorDicts, a Minari or "
-            "LeRobot dataset, a flat HDF5 file, a Parquet file"
+            f"LeRobot dataset, a flat HDF5 file, a Parquet file{more}"
         )
     return kind
 
 
-def _kind_of_folder(place: Path) -> Kind | None:
-    if StoreFile.is_in(place):
+def own_kind(folder: Path) -> Kind | None:
+    """Whether a folder is a store or a checkpoint of engram's; None: neither."""
+    if StoreFile.is_in(folder):
         return "store"
-    directory = Checkpoint(place)
-    if directory.has_pointer() or directory.snapshots():
-        return "checkpoint"
+    directory = Checkpoint(folder)
+    return "checkpoint" if directory.has_pointer() or directory.snapshots() else None
+
+
+def stores_below(folder: str | os.PathLike[str], most: int = 100_000) -> tuple[list[tuple[str, Kind]], bool]:
+    """The stores and checkpoints below a folder that is none, by path, and whether all of it was looked at.
+
+    Links are not followed, hidden folders and what lies in stores and checkpoints not looked at. After `most` files and
+    folders the search ends.
+    """
+    found: list[tuple[str, Kind]] = []
+    folders, looked = [os.fspath(user_path(folder))], 0
+    while folders and looked < most:
+        above = folders.pop()
+        try:
+            with os.scandir(above) as entries:
+                below = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+                looked += len(below)
+        except OSError:  # it may not be read, or is gone
+            continue
+        for path in below:
+            if os.path.basename(path).startswith("."):
+                continue
+            if (kind := own_kind(Path(path))) is not None:
+                found.append((path, kind))
+            else:
+                folders.append(path)
+    return sorted(found), not folders
+
+
+def _kind_of_folder(place: Path) -> Kind | None:
+    if (own := own_kind(place)) is not None:
+        return own
     # Late: they load torch.
     from engram.datasets import FORMATS
     from engram.interop.torchrl.load import is_torchrl
@@ -62,7 +95,7 @@ def _kind_of_file(place: Path) -> Kind | None:
 
 def store_folder(path: str | os.PathLike[str]) -> Path:
     """The folder of a store, from its path or that of the store's file."""
-    place = Path(path)
+    place = user_path(path)
     return place if place.is_dir() else place.absolute().parent
 
 

@@ -19,6 +19,7 @@ from engram.cli import tables, terminal
 from engram.cli.cells import oldest_cells
 from engram.cli.kinds import kind_of
 from engram.errors import EngramError
+from engram.kernel.tools import packages
 
 if TYPE_CHECKING:
     import typer
@@ -51,11 +52,9 @@ def command() -> typer.Typer:
     Raises:
         ImportError: typer is not installed.
     """
-    try:
+    with packages("the command line", "engram[cli]", rich="rich", typer="typer"):
         import rich
         import typer
-    except ImportError as error:
-        raise ImportError(f'the command line needs {error.name}: pip install "engram[cli]"') from error
     del rich
     app = typer.Typer(
         name="engram",

@@ -18,6 +18,7 @@ from engram.cli.returns import NO_REWARDS
 from engram.cli.sources import open_rows
 from engram.cli.trajectories import column_blocks, episode_returns, has_rewards, trajectories_of
 from engram.data import Storage
+from engram.kernel.tools import packages, user_path
 from engram.pytree import KeyPath
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def plot(
     if isinstance(what, str) or not what:
         raise ValueError(f"what is a list of names, as ['returns', 'next.reward'], got {what!r}")
     import_matplotlib()
-    place = Path(f"{Path(path).absolute().name}.png" if output is None else output)
+    place = user_path(f"{user_path(path).absolute().name}.png" if output is None else output)
     check_target(place, PICTURE)
     with open_rows(path, snapshot, progress=progress) as storage:
         drawn = [series(storage, name, progress) for name in what]
@@ -210,10 +211,8 @@ def import_matplotlib() -> Any:
     Raises:
         ImportError: it is missing.
     """
-    try:
+    with packages("a plot", "engram[cli]", matplotlib="matplotlib"):
         import matplotlib.figure
-    except ImportError as error:
-        raise ImportError('plots need matplotlib: pip install "engram[cli]"') from error
     return matplotlib
 
 

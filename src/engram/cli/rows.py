@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,8 @@ from engram.cli.pixels import image_grid, is_image, no_images, png_of
 from engram.cli.sources import open_rows
 from engram.data import Storage
 from engram.errors import StorageInUseError
-from engram.pytree import describe
+from engram.kernel.tools import user_path
+from engram.pytree import describe, to_tensor
 
 _TRIES = 100  # beside a writer
 
@@ -35,7 +35,7 @@ class RowsShown(NamedTuple):
                 (str(slot), " ".join(repr(item).split())[:200])
                 for slot, item in zip(self.slots.tolist(), self.batch, strict=True)
             ]
-        leaves = [(shown_key(path), torch.as_tensor(value)) for path, value in describe(self.batch, 1)[1]]
+        leaves = [(shown_key(path), to_tensor(value)) for path, value in describe(self.batch, 1)[1]]
         head = ("slot", *(name for name, _ in leaves))
         return head, [
             (str(slot), *(cell(_as_array(values[row])) for _, values in leaves))
@@ -46,7 +46,7 @@ class RowsShown(NamedTuple):
         """The leaves that are images, by key: uint8 `[rows, H, W]`, `[rows, C, H, W]` or `[rows, H, W, C]`."""
         if isinstance(self.batch, list):
             return {}
-        leaves = [(shown_key(path), torch.as_tensor(value)) for path, value in describe(self.batch, 1)[1]]
+        leaves = [(shown_key(path), to_tensor(value)) for path, value in describe(self.batch, 1)[1]]
         return {name: values for name, values in leaves if is_image(_info_of(name, values))}
 
     def to_png(self, key: str | None = None) -> bytes:
@@ -71,14 +71,14 @@ class RowsShown(NamedTuple):
             KeyError: no such key holds images; or none does.
             FileExistsError: something else is at the path, or a link.
         """
-        write_target(Path(path), self.to_png(key), PICTURE)
+        write_target(user_path(path), self.to_png(key), PICTURE)
 
     def to_json(self) -> list[dict[str, Any]]:
         """A dict for each row: every value of every leaf."""
         slots = self.slots.tolist()
         if isinstance(self.batch, list):
             return [{"slot": slot, "item": repr(item)} for slot, item in zip(slots, self.batch, strict=True)]
-        leaves = [(shown_key(path), torch.as_tensor(value).tolist()) for path, value in describe(self.batch, 1)[1]]
+        leaves = [(shown_key(path), to_tensor(value).tolist()) for path, value in describe(self.batch, 1)[1]]
         return [{"slot": slot, **{name: values[row] for name, values in leaves}} for row, slot in enumerate(slots)]
 
 
@@ -139,18 +139,18 @@ def _as_array(value: Tensor) -> Any:
 def _oldest_first(storage: Storage, n: int) -> Tensor:
     lanes = storage.lanes
     if lanes is None:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     slots, capacity, envs = [], lanes.store.lane_capacity, lanes.envs
     for lane, state in enumerate(lanes.states()):
         steps = range(state["first"], min(state["published"], state["first"] + n))
         slots += [(lane * capacity + step % capacity) * envs + env for step in steps for env in range(envs)]
-    return torch.tensor(slots[:n], dtype=torch.int64)
+    return torch.tensor(slots[:n], dtype=torch.int64, device="cpu")
 
 
 def _drawn(storage: Storage, n: int, generator: torch.Generator) -> Tensor:
-    seed = torch.empty(1, dtype=torch.int64).random_(generator=generator)
+    seed = torch.empty(1, dtype=torch.int64, device="cpu").random_(generator=generator)
     slots = None if storage.lanes is None else storage.lanes.uniform(seed, n)
-    return torch.empty(0, dtype=torch.int64) if slots is None else slots
+    return torch.empty(0, dtype=torch.int64, device="cpu") if slots is None else slots
 
 
 def _read(storage: Storage, choose: Callable[[], Tensor]) -> RowsShown:

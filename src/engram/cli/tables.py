@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,11 +25,23 @@ HELD = {True: "a process", False: "nobody", None: "-"}
 WRITER_HEAD = ("process", "rows", "share", "steps written", "newest at")
 
 
+def _rows_and_room(one: Info) -> tuple[str, str]:
+    rows, room = ("?" if n is None else f"{n:,}" for n in (one.rows, one.capacity))
+    return rows, room
+
+
 def show_info(result: Info) -> None:
     """Prints what `info` returned."""
     print_line((result.path, "bold"), f": {result.kind}")
     for name, value in facts(result):
         print_line(f"  {name:<10} {value}")
+    if result.below:
+        found = [
+            (os.path.relpath(x.path, result.path), x.kind, *_rows_and_room(x), human_bytes(x.file_bytes or 0),
+             "in use" if x.in_use else "", *x.notes[:1])
+            for x in result.below
+        ]  # fmt: skip
+        print_table(("path", "kind", "rows", "room", "on disk", "", ""), [(*row, "")[:7] for row in found])
     if result.keys:
         rows = [(k.key, str(list(k.shape)), k.dtype, human_bytes(k.nbytes)) for k in result.keys]
         print_table(("key", "shape", "dtype", "bytes"), rows)

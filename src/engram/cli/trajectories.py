@@ -60,7 +60,7 @@ def episode_returns(
     reward = _outcome(storage, "reward")
 
     def read(lane: int, steps: range) -> npt.NDArray[np.float64]:
-        slots = lane * capacity + torch.arange(steps.start, steps.stop) % capacity
+        slots = lane * capacity + torch.arange(steps.start, steps.stop, device="cpu") % capacity
         rewards = read_column(storage, reward, slots).double()
         summed: npt.NDArray[np.float64] = rewards.reshape(len(steps), envs, -1).sum(-1).numpy()
         return summed
@@ -89,7 +89,7 @@ def column_blocks(storage: Storage, path: KeyPath, rows: list[range], steps: int
     capacity = lanes.store.lane_capacity
     for lane, stored in enumerate(rows):
         for start in range(stored.start, stored.stop, steps):
-            times = torch.arange(start, min(start + steps, stored.stop))
+            times = torch.arange(start, min(start + steps, stored.stop), device="cpu")
             values = read_column(storage, path, lane * capacity + times % capacity)
             gone = min(max(0, lanes.store.lane(lane)["first"] - start), len(times))
             yield values[gone:], gone

@@ -8,14 +8,13 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engram._progress import progress_bar
 from engram.cli.kinds import Kind, kind_of, store_folder
 from engram.errors import CheckpointError, DatasetError, StorageError, StorageInUseError
 from engram.kernel.disk import Checkpoint, StoreFile
-from engram.kernel.tools import visible
+from engram.kernel.tools import user_path, visible
 
 _ROWS_AT_ONCE = 1 << 16  # rows of a lane, in one native call
 _TRIES = 500  # while rows are being changed in place
@@ -201,7 +200,7 @@ def _in_words(file: str, chunks: dict[tuple[int, int], list[int]]) -> str:
 def _verify_dataset(path: str | os.PathLike[str], kind: Kind, progress: bool) -> Verification:
     from engram.cli.sources import DATASETS  # late: it loads torch
 
-    place, steps = Path(path), 0
+    place, steps = user_path(path), 0
     try:
         with progress_bar(f"reading {path}", DATASETS[kind].size(path).steps, progress) as advance:
             for batch in DATASETS[kind].batches(path):

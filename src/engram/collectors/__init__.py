@@ -8,8 +8,10 @@ from engram.envs.policies import RandomPolicy
 
 MultiSyncCollector = MultiSyncDataCollector
 MultiAsyncCollector = MultiaSyncDataCollector
+AsyncCollector = aSyncDataCollector = MultiaSyncDataCollector  # of one function that makes environments: one worker
 
 __all__ = [
+    "AsyncCollector",
     "Collector",
     "Evaluator",
     "MultiAsyncCollector",
@@ -19,6 +21,7 @@ __all__ = [
     "MultiaSyncDataCollector",
     "RandomPolicy",
     "SyncDataCollector",
+    "aSyncDataCollector",
 ]
 
 advise_on_names(__name__)

@@ -19,7 +19,16 @@ from engram.collectors.policy_weights import PolicyWeights
 from engram.envs.base import merge_where, zero_where
 from engram.envs.codecs import SpaceCodec, first_of
 from engram.envs.engines import action_check
-from engram.envs.policies import FLAGS, ObservationPolicy, RandomPolicy, TensorDictPolicy, module_keys, zero_outputs
+from engram.envs.policies import (
+    FLAGS,
+    INPUT_ERRORS,
+    ObservationPolicy,
+    RandomPolicy,
+    TensorDictPolicy,
+    module_keys,
+    with_entries,
+    zero_outputs,
+)
 from engram.pytree import get_entry
 from engram.specs.tensors import ChoiceSpec
 from engram.store.layout import tensordict_of
@@ -208,7 +217,11 @@ class ModuleActions(ActionSource):
 
     def choose(self, t: int) -> Any:
         row = self._row(t)
-        out = self._module(row, *[more(t) for more in self._more_rows]) if self._more_rows else self._module(row)
+        try:
+            out = self._module(row, *[more(t) for more in self._more_rows]) if self._more_rows else self._module(row)
+        except INPUT_ERRORS as error:
+            rows = [row, *[more(t) for more in self._more_rows]]
+            raise with_entries(error, dict(zip(self._policy.in_keys, rows, strict=True))) from error
         return out if type(out) is Tensor and self._may_be_action else self._action_of(out)
 
     def _action_of(self, out: Any) -> Any:
@@ -390,7 +403,7 @@ def _described(td: TensorDictBase) -> str:
 def _unset_flags(batch_size: torch.Size) -> Iterator[Tensor]:
     """Endless tensors bool `[*batch_size, 1]` of zeros, each with memory of its own."""
     while True:
-        yield from torch.zeros(64, *batch_size, 1, dtype=torch.bool).unbind(0)
+        yield from torch.zeros(64, *batch_size, 1, dtype=torch.bool, device="cpu").unbind(0)
 
 
 class _PolicyInput:
@@ -408,7 +421,7 @@ class _PolicyInput:
         self._entries: dict[str, Any] = {}
         self._td = tensordict_of(self._entries, self._batch_size, device=self._device)
         self._references = sys.getrefcount(self._td)
-        self._entries.update(dict.fromkeys(FLAGS, torch.zeros(*self._batch_size, 1, dtype=torch.bool)))
+        self._entries.update(dict.fromkeys(FLAGS, torch.zeros(*self._batch_size, 1, dtype=torch.bool, device="cpu")))
         self._has_entries = "done" in self._td  # else tensordict has copied the dict, and cannot share it
 
     def filled(self, entries: dict[str, Any]) -> TensorDict:

@@ -17,6 +17,7 @@ from engram._advice import advised
 from engram._system import fork_registry, notice_fork
 from engram._text import log
 from engram.collectors.stats import CollectorStats, EpisodeStats, StepsWay, Throughput, collector_stats
+from engram.data import ReplayBuffer
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
 
@@ -32,11 +33,18 @@ class BackgroundThread:
 
     `finish` completes what `collect` has begun ahead; it is called before each pause and at the end. Both are methods
     of a collector, which the thread does not keep alive. An error ends the thread, is logged at once, and is raised by
-    `raise_failure`.
+    `raise_failure`; `report` gets it, too, and None as soon as it is raised.
     """
 
-    def __init__(self, collect: Callable[[], bool], finish: Callable[[], None], name: str) -> None:
+    def __init__(
+        self,
+        collect: Callable[[], bool],
+        finish: Callable[[], None],
+        report: Callable[[BaseException | None], None],
+        name: str,
+    ) -> None:
         self._collect, self._finish = weakref.WeakMethod(collect), weakref.WeakMethod(finish)
+        self._report = weakref.WeakMethod(report)
         self._name = name
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -139,6 +147,7 @@ class BackgroundThread:
         """Raises the error that has ended the thread, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
+            self._call_report(None)
             raise failure
 
     def _run(self) -> None:
@@ -152,6 +161,7 @@ class BackgroundThread:
         except BaseException as error:  # whatever it was, the caller's next call raises it
             self._failure = error
             log.error("%s has ended with an error, which the next call raises", self._name, exc_info=error)
+            self._call_report(error)
         finally:
             with self._turn:
                 self._is_between, self._is_active = True, False
@@ -166,6 +176,10 @@ class BackgroundThread:
                 self._turn.wait_for(lambda: self._is_stopping or not self._is_between)
                 self._is_between = False
         return not self._is_stopping
+
+    def _call_report(self, failure: BaseException | None) -> None:
+        if (report := self._report()) is not None:
+            report(failure)
 
     def _call_finish(self) -> None:
         if (finish := self._finish()) is not None:
@@ -191,7 +205,8 @@ class BackgroundCollector:
     While one does (`start`), a batch after the other is written into the buffer until there are `total_frames`, and
     `rollout` and iterating raise RuntimeError. Methods of the state (`state_dict`, `set_seed`, `reset`, ...) wait
     until the batch that is being collected is written. An error of an environment, the policy or the buffer is logged
-    at once and raised by the next call of the collector. Python's threads take turns: see to it that the buffer is
+    at once and raised by the next call of the collector; the next write, batch, `len` or `write_count` of the buffer
+    raises a RuntimeError whose cause it is. Python's threads take turns: see to it that the buffer is
     sampled in batches that are worth it.
     """
 
@@ -292,7 +307,7 @@ class BackgroundCollector:
         self._refuse_if_shut_down()
         if self._background is None:
             name = f"the background thread of {type(self).__name__}"
-            self._background = BackgroundThread(self._collect_next, self._finish_batches, name)
+            self._background = BackgroundThread(self._collect_next, self._finish_batches, self._report_failure, name)
         self._background.start()
 
     @contextmanager
@@ -337,6 +352,11 @@ class BackgroundCollector:
             return False
         self.rollout()
         return True
+
+    def _report_failure(self, failure: BaseException | None) -> None:
+        """Tells the replay buffer of the error that has ended collecting, and None when it is raised."""
+        if isinstance(self.replay_buffer, ReplayBuffer):
+            self.replay_buffer.report_failure(failure)
 
     def _finish_batches(self) -> None:
         """Waits for batches that were begun ahead."""

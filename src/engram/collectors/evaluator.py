@@ -13,22 +13,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotReady
 from typing import Any, NamedTuple
 
-import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import attribute
+from engram._checks import attribute, count
 from engram.collectors.policy_weights import State, copied_weights, state_of_weights
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import SyncDataCollector, one_of_weights
+from engram.envs.gym import in_gym_env
 from engram.envs.policies import ExplorationType, own_exploration_type
 from engram.errors import WorkerError
 from engram.processes.pool import Processes, WorkerPool
 from engram.processes.worker import Channel, CloudpickleWrapper, Worker, packed_exception
-from engram.pytree import Key
+from engram.pytree import Key, to_tensor
 
 Metrics = dict[str, Any]
 
@@ -48,7 +48,7 @@ class PolicyEvaluation:
 
     def __init__(self, make_env: Any, policy: Any, policy_factory: Any, settings: EvaluationSettings) -> None:
         is_made = is_environment(make_env)
-        self.env = make_env if is_made else make_env()
+        self.env = in_gym_env(make_env if is_made else make_env())
         self.closes_env = not is_made
         policy = policy if policy_factory is None else _made(policy_factory, self.env)
         is_module = isinstance(policy, nn.Module)
@@ -189,8 +189,7 @@ class Evaluator:
         backend: str = "thread",
         init_fn: Callable[[], Any] | None = None,
     ) -> None:
-        if num_trajectories < 1:
-            raise ValueError(f"num_trajectories must be 1 or more, got {num_trajectories}")
+        num_trajectories = count(num_trajectories, "num_trajectories")
         if busy_policy not in ("skip", "queue", "error"):
             raise ValueError(f"busy_policy must be 'skip', 'queue' or 'error', got {busy_policy!r}")
         if backend not in ("thread", "process"):
@@ -347,5 +346,5 @@ def _result(
 ) -> Metrics:
     result = {f"{prefix}/{name}": value for name, value in {**run(weights), "step": step}.items()}
     if on_result is not None:
-        on_result(TensorDict({name: torch.as_tensor(value) for name, value in result.items()}))
+        on_result(TensorDict({name: to_tensor(value) for name, value in result.items()}))
     return result

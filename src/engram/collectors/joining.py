@@ -41,7 +41,7 @@ def refuse_other_layout(first: WorkerLayout, other: WorkerLayout) -> None:
 def padded(batch: TensorDictBase, length: int) -> TensorDictBase:
     """`[*, time]` padded with zeros to `[*, length]`, with a mask of the steps."""
     time, ndim = batch.shape[-1], batch.ndim
-    mask = torch.zeros((*batch.shape[:-1], length), dtype=torch.bool)
+    mask = torch.zeros((*batch.shape[:-1], length), dtype=torch.bool, device="cpu")
     mask[..., :time] = True
     if time < length:
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
+from engram._checks import count_or_none
 from engram.collectors.rollout import is_environment
 from engram.collectors.settings import Device
 from engram.collectors.sync import device_argument
+from engram.envs.gym import in_gym_env
 from engram.processes.worker import CloudpickleWrapper
 
 
@@ -29,6 +31,7 @@ def makers_of_workers(
 
 def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[], Any]]:
     is_one = callable(create_env_fn) or is_environment(create_env_fn)
+    num_workers = count_or_none(num_workers, "num_workers")
     makers = [create_env_fn] * (num_workers or 1) if is_one else list(create_env_fn)
     if not makers or (num_workers is not None and len(makers) != num_workers):
         raise ValueError(
@@ -41,7 +44,7 @@ def _env_makers(create_env_fn: Any, num_workers: int | None) -> list[Callable[[]
 def _maker_of(value: Any, is_repeated: bool) -> Callable[..., Any]:
     """A function that makes an environment. Raises TypeError for what is neither that nor an environment."""
     if is_environment(value):
-        value = CopyOfEnvironment(value)
+        value = CopyOfEnvironment(in_gym_env(value))
     if not callable(value):
         raise TypeError(f"each worker makes its own environment: give callables that do, got a {type(value).__name__}")
     return with_own_seed(value) if is_repeated else value
@@ -71,7 +74,7 @@ class CopyOfEnvironment:
     def __call__(self) -> Any:
         env = pickle.loads(self._pickled).function
         if self.has_own_seed:
-            env.set_seed(int(torch.randint(2**31, ())))
+            env.set_seed(int(torch.randint(2**31, (), device="cpu")))
         return env
 
 

@@ -18,6 +18,7 @@ from tensordict import TensorDictBase
 from torch import nn
 
 from engram._advice import advised
+from engram._checks import count, count_or_none
 from engram.collectors.joining import ONE_BATCH, WorkerLayout, joined, layout_of, padded, refuse_other_layout
 from engram.collectors.makers import (
     devices_of_workers,
@@ -182,14 +183,15 @@ class MultiCollector(PooledCollector, HasSpaces):
         makers, policy_makers = makers_of_workers(create_env_fn, create_env_kwargs, policy, policy_factory, num_workers)
         if update_at_each_batch and policy_factory is not None:
             raise ValueError("update_at_each_batch=True takes weights from the policy; policy_factory leaves none here")
-        for threads in (num_sub_threads, 1 if num_threads is None else num_threads):
-            if threads < 1:
-                raise ValueError(f"num_threads and num_sub_threads must be 1 or more, got {threads}")
+        num_sub_threads, num_threads = (
+            count(num_sub_threads, "num_sub_threads"),
+            count_or_none(num_threads, "num_threads"),
+        )
         frames_of_workers = self._frames_of_workers(frames_per_batch, len(makers))
         least = min(frames_per_batch) if isinstance(frames_per_batch, Sequence) else frames_per_batch
         settings = CollectorSettings.of(locals(), frames_per_batch=least)
         self.set_truncated = set_truncated
-        self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self._trajs_per_batch, self._assembler = settings.trajs_per_batch or 0, TrajectoryAssembler()
         self._first_layout: WorkerLayout | None = None  # of the first batch of steps for whole trajectories
         self.traj_format = traj_format or "padded"
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
@@ -213,7 +215,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         self._should_attach()  # raises its errors before there are processes
         self.total_frames = settings.total_frames
         self.init_random_frames = settings.init_random_frames or 0
-        self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else frames_per_batch
+        self.requested_frames_per_batch = None if isinstance(frames_per_batch, Sequence) else settings.frames_per_batch
         self._count_from_zero()
         self._set_policy(policy)
         self._limit_threads(num_threads)
@@ -262,7 +264,8 @@ class MultiCollector(PooledCollector, HasSpaces):
 
     def _frames_of_workers(self, frames_per_batch: int | Sequence[int] | None, n: int) -> Sequence[int | None]:
         """The frames of each worker's batch; None: as many as a worker wants."""
-        return one_for_each("frames_per_batch", frames_per_batch, n)
+        frames = one_for_each("frames_per_batch", frames_per_batch, n)
+        return [count_or_none(of_one, "frames_per_batch") for of_one in frames]
 
     def _start(self, configs: Sequence[WorkerConfig]) -> None:
         self._members = [Member(config) for config in configs]

@@ -133,7 +133,7 @@ class TensorDictRollout:
         self._ended: Tensor | None = None
         self._lost: Array | None = None  # the environments whose episode the last step only found to have broken off
         self._agents_end = False
-        self._lengths = torch.zeros(*env.batch_size, 1, dtype=torch.int64)
+        self._lengths = torch.zeros(*env.batch_size, 1, dtype=torch.int64, device="cpu")
         self._frames = FrameQueue(env.batch_size)
         self._zero_outputs: TensorDictBase | None = None
 

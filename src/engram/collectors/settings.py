@@ -8,13 +8,26 @@ from typing import Any
 
 import torch
 
-from engram._checks import attribute
+from engram._checks import attribute, count_or_none
 from engram._text import warn_user
 from engram.envs.policies import ExplorationType
 from engram.transforms import Transform
 from engram.transforms.roles import Role, warn_if_idle
 
 Device = torch.device | str | int | None
+
+
+#: The least value of each number of something; total_frames may be -1, too.
+_COUNTS = {
+    "frames_per_batch": 1, "total_frames": 1, "max_frames_per_traj": 1, "init_random_frames": 0, "trajs_per_batch": 1,
+}  # fmt: skip
+
+
+def _checked(name: str, value: Any) -> Any:
+    """The value of a setting; a number of something is an int."""
+    if name not in _COUNTS or (name == "total_frames" and value == -1):
+        return value
+    return count_or_none(value, name, _COUNTS[name])
 
 
 @dataclass(frozen=True)
@@ -32,7 +45,7 @@ class CollectorSettings:
     >>> CollectorSettings(frames_per_batch=8, trajs_per_batch=0)
     Traceback (most recent call last):
         ...
-    ValueError: trajs_per_batch must be 1 or more, or None, got 0
+    ValueError: trajs_per_batch must be an integer of 1 or more, got 0
     """
 
     frames_per_batch: int | None = None
@@ -67,9 +80,9 @@ class CollectorSettings:
         given = {name: value for name, value in {**arguments, **other}.items() if name in names}
         for name in ("max_frames_per_traj", "init_random_frames"):
             given[name] = None if given.get(name) in (None, 0, -1) else given[name]
-        if given.get("total_frames", -1) is None:
+        if given.get("total_frames") is None:
             given["total_frames"] = -1
-        return cls(**given)
+        return cls(**{name: _checked(name, value) for name, value in given.items()})
 
     def __post_init__(self, replay_buffer: Any) -> None:
         self._validate_counts()
@@ -79,16 +92,8 @@ class CollectorSettings:
     def _validate_counts(self) -> None:
         if self.frames_per_batch is None and self.trajs_per_batch is None:
             raise ValueError("frames_per_batch says how many frames a batch has; give it, or trajs_per_batch")
-        if self.frames_per_batch is not None and self.frames_per_batch < 1:
-            raise ValueError(f"frames_per_batch must be 1 or more, got {self.frames_per_batch}")
-        if self.total_frames < 1 and self.total_frames != -1:
-            raise ValueError(f"total_frames must be 1 or more, or -1 for no end, got {self.total_frames}")
-        if self.max_frames_per_traj is not None and self.max_frames_per_traj < 1:
-            raise ValueError(f"max_frames_per_traj must be 1 or more, or None, got {self.max_frames_per_traj}")
-        if self.init_random_frames is not None and self.init_random_frames < 0:
-            raise ValueError(f"init_random_frames must be 0 or more, or None, got {self.init_random_frames}")
-        if self.trajs_per_batch is not None and self.trajs_per_batch < 1:
-            raise ValueError(f"trajs_per_batch must be 1 or more, or None, got {self.trajs_per_batch}")
+        for name in _COUNTS:
+            _checked(name, vars(self)[name])
 
     def _validate_batches(self, replay_buffer: Any) -> None:
         if self.split_trajs and replay_buffer is not None:

@@ -391,7 +391,7 @@ class _Encoded:
     def _array_of(self, codec: ArrayCodec, raw: Array, more: int) -> Array:
         if codec.is_raw:
             return raw
-        encoded = torch.zeros((len(raw), *codec.spec.shape), dtype=codec.spec.dtype).numpy()
+        encoded = torch.zeros((len(raw), *codec.spec.shape), dtype=codec.spec.dtype, device="cpu").numpy()
         self._copies.append((codec, raw, encoded, more))
         return encoded
 

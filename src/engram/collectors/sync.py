@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 
 from engram import _forms as forms
-from engram._advice import advised
+from engram._advice import SignatureOfInit, advised
+from engram._providers import PROVIDERS
 from engram.collectors.background import BackgroundCollector
 from engram.collectors.gym_rollout import GymRollout
 from engram.collectors.policy_weights import PolicyWeights, shapes_of
@@ -42,6 +43,7 @@ from engram.envs.base import EnvBase, mark_truncated, with_time_named
 from engram.envs.engines import Autoreset, HasEngines
 from engram.envs.frame_stacks import StackingEngine, can_stack
 from engram.envs.from_torchrl import as_env
+from engram.envs.gym import in_gym_env
 from engram.envs.policies import (
     CallablePolicy,
     ExplorationType,
@@ -53,7 +55,9 @@ from engram.envs.policies import (
     cudagraph_policy,
     module_keys,
     observation_keys,
+    require_first_marks,
     set_exploration_type,
+    transforms_of,
 )
 from engram.envs.transformed import TransformedEnv
 from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
@@ -261,7 +265,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     (-1: never).
 
     Args:
-        create_env_fn: an environment, which stays the caller's to close, or a callable that makes one.
+        create_env_fn: an environment, which stays the caller's to close, or a callable that makes one; gymnasium's, and
+            vectors of these, are wrapped in a `GymEnv`.
         policy: a callable on TensorDicts, a TensorDictModule, a module or function whose parameters have the names of
             observations, an `nn.Module` on the only observation, `env.rand_step`, or None for random actions. Of
             several tensors in a tuple the first is the action, the others are `"output1"`, ... It runs
@@ -272,6 +277,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         frames_per_batch: frames of one batch, over all environments; may be left out beside `trajs_per_batch`.
         total_frames: where to stop (-1 or None: never); if it does not divide, a warning, and the last batch is whole.
         create_env_kwargs: keyword arguments of `create_env_fn`.
+        backend, num_workers: with "process" the result is a `MultiSyncDataCollector` of so many workers (1 if None), or
+            with `sync=False` a `MultiaSyncDataCollector`, whose arguments the others then are.
         device: what `storing_device`, `policy_device` and `env_device` are unless they are given.
         max_frames_per_traj: the step at which an episode is cut: `truncated` is set and the environment reset; None, 0
             and -1: no step. Batches then have `step_count`, int64, the steps of the episode before this one, and under
@@ -298,8 +305,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         exploration_type: how stochastic policies act.
         pre_collect_hook, post_collect_hook: called before each batch, and with each batch after `postproc`, once it is
             in the replay buffer if there is one.
-        auto_register_policy_transforms: appends to the environment's transforms what `make_tensordict_primer()` of the
-            policy's modules (recurrent ones) returns.
+        auto_register_policy_transforms: appends to the environment's transforms what the policy's modules (recurrent
+            ones) need: what their `make_tensordict_primer()` returns, and an `InitTracker` where they read `"is_init"`.
         compile_policy: the policy acts under `torch.compile`; a dict gives its arguments.
         cudagraph_policy: a policy on a GPU acts in a `tensordict.nn.CudaGraphModule`; a dict gives its arguments.
             Without effect on the CPU.
@@ -335,6 +342,14 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
     >>> collector.stats.frames
     400
     """
+
+    def __new__(cls, *args: Any, backend: str | None = None, num_workers: int | None = None, **kwargs: Any) -> Any:
+        if backend != "process" or cls is not SyncDataCollector:
+            return super().__new__(cls)
+        # Of another class, Python does not call `__init__` again.
+        return PROVIDERS["multi_collector"]()(*args, num_workers=num_workers, **kwargs)
+
+    __signature__ = SignatureOfInit()
 
     def __init__(
         self,
@@ -385,7 +400,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self._failure: BaseException | None = None  # to be raised before anything else is collected
         self._no_grad = torch.no_grad()
         self.set_truncated, self._waits_for_copies = set_truncated, not no_cuda_sync
-        self._trajs_per_batch, self._assembler = trajs_per_batch or 0, TrajectoryAssembler()
+        self._trajs_per_batch, self._assembler = settings.trajs_per_batch or 0, TrajectoryAssembler()
         self.traj_format = traj_format or "padded"
         self._splits = settings.pads_trajectories and replay_buffer is None
         self._same_td: TensorDictBase | None = None
@@ -400,7 +415,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         makes_env = not is_environment(create_env_fn)
         if create_env_kwargs and not makes_env:
             raise TypeError("create_env_kwargs are arguments of a callable that makes the environment; got one made")
-        self.env: Any = create_env_fn(**(create_env_kwargs or {})) if makes_env else create_env_fn
+        self.env: Any = in_gym_env(create_env_fn(**(create_env_kwargs or {})) if makes_env else create_env_fn)
         self._finalizer = weakref.finalize(self, self.env.close) if makes_env else None
         try:
             if auto_register_policy_transforms:
@@ -433,6 +448,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         settings.warn_of_remainder(self.frames_per_batch)
 
     def _make_rollout(self, clock: CallTimer | None = None) -> Rollout:
+        require_first_marks(self._weights.policy, self.env)
         policy = as_policy(self._weights.policy, self.env)
         if self._compile_policy:
             policy = compiled_policy(policy, _options(self._compile_policy))
@@ -798,16 +814,14 @@ def made_policy(policy: Any, policy_factory: Callable[[], Any] | None) -> Any:
 
 
 def with_transforms_of_policy(env: Any, policy: Any) -> Any:
-    """`env` with the transforms that modules of the policy (recurrent ones) say they need, if there are any.
+    """`env` with the transforms that modules of the policy (recurrent ones) need, if there are any.
 
     Raises TypeError for an environment of another library that takes no transforms.
     """
-    modules = policy.modules() if isinstance(policy, nn.Module) else ()
-    makers = [getattr(module, "make_tensordict_primer", None) for module in modules]
-    transforms = [make() for make in makers if make is not None]
-    if transforms and isinstance(env, EnvBase) and not isinstance(env, TransformedEnv):
-        return TransformedEnv(env, transforms)
-    for transform in transforms:
+    needed = transforms_of(policy, env)
+    if needed and isinstance(env, EnvBase) and not isinstance(env, TransformedEnv):
+        return TransformedEnv(env, needed)
+    for transform in needed:
         if not hasattr(env, "append_transform"):
             raise TypeError(
                 f"auto_register_policy_transforms=True: a {type(env).__name__} has no append_transform; wrap it in the "

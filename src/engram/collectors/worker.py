@@ -16,6 +16,7 @@ from engram.collectors.stats import EpisodeStats
 from engram.collectors.sync import ROWS_FOR_TRAJECTORIES, BufferWriter, SyncDataCollector, truncate_last_step
 from engram.collectors.trajectories import GlobalTrajectoryIds, SharedCounter
 from engram.data import LazyTensorStorage, ReplayBuffer
+from engram.envs.gym import in_gym_env
 from engram.processes.shared_weights import SharedWeights
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import Channel, CloudpickleWrapper
@@ -156,7 +157,7 @@ class CollectorProcess:
             policy = config.policy_factory()
             if isinstance(policy, nn.Module):
                 self._policy_state = {key: _on_cpu(value) for key, value in policy.state_dict().items()}
-        self._env = config.make_env.function()
+        self._env = in_gym_env(config.make_env.function())
         self._envs = self._env.batch_size.numel()
         frames = config.settings.frames_per_batch
         steps = ROWS_FOR_TRAJECTORIES if frames is None else -(-frames // self._envs)
@@ -376,6 +377,6 @@ class SharedBatchReader:
         if ref.storage is not None:
             self._storage = ref.storage
         n, capacity = torch.Size(ref.shape).numel(), self._storage.max_size
-        slots = torch.arange(ref.first, ref.first + n).remainder_(capacity)
+        slots = torch.arange(ref.first, ref.first + n, device="cpu").remainder_(capacity)
         batch: TensorDictBase = self._storage.get(slots)
         return batch.reshape(ref.shape).clear_device_()

@@ -8,9 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from gymnasium import spaces
-from stable_baselines3.common import buffers
-from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
-from stable_baselines3.common.vec_env import VecNormalize
 from torch import Tensor
 
 from engram.compat.transitions import (
@@ -23,6 +20,12 @@ from engram.compat.transitions import (
 )
 from engram.data import LazyTensorStorage
 from engram.kernel.rows import NSteps
+from engram.kernel.tools import packages
+
+with packages("engram.compat.sb3", "stable-baselines3", stable_baselines3="stable_baselines3"):
+    from stable_baselines3.common import buffers
+    from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+    from stable_baselines3.common.vec_env import VecNormalize
 
 
 class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
@@ -42,6 +45,9 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
         n_steps, gamma: rewards of so many steps are added up, each `gamma` times less, as in NStepReplayBuffer; also
             for dict observations.
         Others: as stable-baselines3's, but `buffer_size`, and `pos`, follow from the storage.
+
+    `full = True` of a buffer to which nothing was added fills it with zeros, which is what stable-baselines3's own is
+    full of then; else `full` and `pos` follow from what was added.
 
     `replay_buffer.observations`, `actions`, `rewards`, `dones`, `timeouts` are arrays of all time slots, 0 where
     nothing is stored; `replay_buffer.rewards[3] = 0` changes the stored row.
@@ -91,7 +97,8 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
 
     @pos.setter
     def pos(self, value: int) -> None:
-        self._refuse_to_set("pos")
+        if "rows" in self.__dict__ and value != self.pos:
+            raise self._refusal("pos")
 
     @property
     def full(self) -> bool:
@@ -99,11 +106,17 @@ class ReplayBuffer(buffers.ReplayBuffer):  # type: ignore[misc]
 
     @full.setter
     def full(self, value: bool) -> None:
-        self._refuse_to_set("full")
+        # Before there are rows it is the parent's constructor, which says that nothing is stored.
+        if "rows" not in self.__dict__ or bool(value) == self.full:
+            return
+        if len(self.rows.buffer):
+            raise self._refusal("full")
+        self.rows.fill_with_zeros()  # the arrays of stable-baselines3's own are zeros then
 
-    def _refuse_to_set(self, name: str) -> None:
-        if "rows" in self.__dict__:  # before that it is the parent's constructor, which says that nothing is stored
-            raise AttributeError(f"{name} follows from what was added, and cannot be set; reset() forgets everything")
+    def _refusal(self, name: str) -> AttributeError:
+        return AttributeError(
+            f"{name} follows from what was added, and cannot be set where something was; reset() forgets everything"
+        )
 
     def reset(self) -> None:
         self.rows.buffer.empty()

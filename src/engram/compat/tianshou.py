@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from tianshou import data
-from tianshou.data import Batch
-from tianshou.data.batch import create_value
 
 from engram import data as engram_data
 from engram.compat.transitions import read_slots
 from engram.data import LazyTensorStorage, Storage
+from engram.kernel.tools import packages
+
+with packages("engram.compat.tianshou", "tianshou", tianshou="tianshou"):
+    from tianshou import data
+    from tianshou.data import Batch
+    from tianshou.data.batch import create_value
 
 #: Makes the storage of one ring: called with its size.
 MakeStorage: TypeAlias = Callable[[int], Storage]

@@ -16,12 +16,13 @@ from torch import Tensor
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
 from engram.kernel.replay import append_step, read_leaves, read_n_steps
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
-from engram.pytree import KeyPath, get_entry
+from engram.pytree import KeyPath, get_entry, to_tensor
 
 #: Makes a storage: called with the number of steps of all environments together, `ndim=2`, and `compact=True` where
 #: observations are to be stored once.
 MakeStorage: TypeAlias = Callable[..., Storage]
 
+_ZEROS_AT_ONCE = 1024  # time steps
 _FLAGS = ("done", "reported_done", "terminated", "truncated")
 Slots: TypeAlias = npt.NDArray[Any] | Tensor
 
@@ -130,6 +131,16 @@ class TransitionRows:
         with storage.mutex:
             writer.write(storage, self._converted(step), single=True, time_dim=-1)
 
+    def fill_with_zeros(self) -> None:
+        """Stores steps of zeros until it is full; nothing was stored before."""
+        zero, observation = np.zeros((self.n_envs, self._action_size)), _zeros(self._observation_space, self.n_envs)
+        flags = dict.fromkeys(_FLAGS, self._not_truncated)
+        following = {"observation": observation, "reward": np.zeros(self.n_envs), **flags}
+        step = self._converted({"observation": observation, "action": zero, "next": following})
+        for done in range(0, self.steps, _ZEROS_AT_ONCE):
+            n = min(_ZEROS_AT_ONCE, self.steps - done)
+            self.buffer.extend(_repeated(step, n))
+
     def _converted(self, step: dict[str, Any]) -> dict[str, Any]:
         """A step whose arrays have the shapes and dtypes of the rows."""
         following = step["next"]
@@ -215,7 +226,7 @@ class TransitionRows:
         if rows.absent is None and rows.overwritten is None:
             leaves: list[Tensor] = rows.batch
             return leaves
-        whole = storage.get(storage.from_slots(torch.as_tensor(slots)))  # which names what is absent, and reads again
+        whole = storage.get(storage.from_slots(to_tensor(slots)))  # which names what is absent, and reads again
         return [get_entry(whole, path) for path in paths]
 
     def _rebuilt(self, leaves: list[Tensor]) -> Any:
@@ -286,6 +297,21 @@ class TransitionRows:
         ):
             raise ValueError(f"observations of shape {array.shape} for {self.n_envs} environments of {shape[1:]}")
         return array.reshape(shape)
+
+
+def _zeros(space: Any, n_envs: int) -> Any:
+    """Observations of this space that are zeros."""
+    if isinstance(space, Mapping):
+        return {key: _zeros(part, n_envs) for key, part in space.items()}
+    return np.zeros((n_envs, *shape_of(space)), space.dtype)
+
+
+def _repeated(values: Any, n: int) -> Any:
+    """One time step `[n_envs, ...]` n times: `[n_envs, n, ...]`."""
+    if isinstance(values, Mapping):
+        return {key: _repeated(part, n) for key, part in values.items()}
+    array = np.asarray(values)[:, None]
+    return np.broadcast_to(array, (array.shape[0], n, *array.shape[2:]))
 
 
 def _same_but_for_ones(array: npt.NDArray[Any], shape: tuple[int, ...]) -> bool:

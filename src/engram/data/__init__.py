@@ -1,6 +1,7 @@
 """Replay buffers, their parts, and specs."""
 
 import importlib
+import sys
 from typing import Any
 
 from tensordict import TensorDict
@@ -184,4 +185,4 @@ _FROM_ABOVE = {
 def __getattr__(name: str) -> Any:
     if name in _FROM_ABOVE:
         return getattr(importlib.import_module(_FROM_ABOVE[name]), name)
-    raise absent_name(__name__, name)
+    raise absent_name(__name__, name, sys._getframe(1))

@@ -23,7 +23,7 @@ from engram.errors import DatasetError
 from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
 from engram.kernel.spaces import LeafSpace
 from engram.kernel.tools import open_regular, visible, warn_user
-from engram.pytree import Key, KeyPath, as_path, stack
+from engram.pytree import Key, KeyPath, as_path, stack, to_tensor
 
 Array = npt.NDArray[Any]
 
@@ -295,7 +295,7 @@ def batch_of(leaves: Mapping[KeyPath, Any], n: int) -> TensorDict:
         here = nested
         for part in path[:-1]:
             here = here.setdefault(part, {})
-        here[path[-1]] = torch.as_tensor(array)
+        here[path[-1]] = to_tensor(array)
     return TensorDict(nested, batch_size=[n])
 
 
@@ -416,7 +416,7 @@ class StoredSteps:
     def _read(self, lane: int, env: int, start: int, stop: int) -> tuple[Any, int]:
         """The rows of these steps, and how many of the first are left out: another process overwrote them."""
         store = self._storage.lanes.store
-        times = lane * store.lane_capacity + torch.arange(start, stop) % store.lane_capacity
+        times = lane * store.lane_capacity + torch.arange(start, stop, device="cpu") % store.lane_capacity
         rows = self._storage.read(times * store.envs + env)
         missing = max([*(rows.overwritten or ()), *(rows.absent or ())], default=-1) + 1
         if isinstance(rows.batch, list):
@@ -667,7 +667,7 @@ def next_trajectory(storage: Any) -> int:
         store = storage.lanes.store
         for lane, state in enumerate(storage.lanes.states()):
             for start in range(state["first"], state["published"], _IDS_AT_ONCE):
-                sequences = torch.arange(start, min(start + _IDS_AT_ONCE, state["published"]))
+                sequences = torch.arange(start, min(start + _IDS_AT_ONCE, state["published"]), device="cpu")
                 slots = lane * store.lane_capacity + sequences % store.lane_capacity
                 highest = max(highest, int(storage.column(TRAJECTORY, slots).max()))
     return highest + 1

@@ -17,6 +17,7 @@ from engram.datasets.h5_files import open_foreign
 from engram.datasets.hdf5 import FlatReader, iter_hdf5
 from engram.datasets.minari import _open_episodes, iter_minari
 from engram.errors import DatasetError
+from engram.kernel.tools import packages, user_path
 
 PathLike = str | os.PathLike[str]
 
@@ -43,7 +44,7 @@ class DatasetReplay(TensorDictReplayBuffer):
         split_trajs: bool,
     ) -> None:
         self.dataset_id = dataset_id
-        self.root = Path(root) if root is not None else self._default_root()
+        self.root = user_path(root) if root is not None else self._default_root()
         if download and (download == "force" or self._locate() is None):
             self._download(force=download == "force")
         path = self._locate()
@@ -97,9 +98,9 @@ def _padded(trajectories: list[TensorDictBase]) -> TensorDictBase:
     """`[trajectories, longest]`; the mask (bool) says which steps are real."""
     if not trajectories:
         return TensorDict(batch_size=[0, 0])
-    lengths = torch.tensor([len(one) for one in trajectories])
+    lengths = torch.tensor([len(one) for one in trajectories], device="cpu")
     batch: TensorDictBase = pad_sequence(trajectories)
-    return batch.set(("collector", "mask"), torch.arange(batch.shape[1]) < lengths.unsqueeze(1))
+    return batch.set(("collector", "mask"), torch.arange(batch.shape[1], device="cpu") < lengths.unsqueeze(1))
 
 
 class MinariExperienceReplay(DatasetReplay):
@@ -169,20 +170,19 @@ class MinariExperienceReplay(DatasetReplay):
 
     def _default_root(self) -> Path:
         given = os.environ.get("MINARI_DATASETS_PATH")
-        return Path(given) if given else Path.home() / ".minari" / "datasets"
+        return user_path(given) if given else Path.home() / ".minari" / "datasets"
 
     def _locate(self) -> Path | None:
         folders = (self.root / self.dataset_id, self.root)
         return next((folder for folder in folders if (folder / "data").is_dir()), None)
 
     def _download(self, *, force: bool) -> None:
-        try:
+        needed_by = (
+            f"there is no dataset {self.dataset_id!r} in {self.root} (put the dataset's folder there, and say "
+            "download=False, or have it downloaded): the download"
+        )
+        with packages(needed_by, "minari", minari="minari"):
             import minari
-        except ImportError as error:
-            raise ImportError(
-                f"there is no dataset {self.dataset_id!r} in {self.root}, and the package that downloads it is "
-                "missing: pip install minari, or put the dataset's folder there and say download=False"
-            ) from error
         before = os.environ.get("MINARI_DATASETS_PATH")
         os.environ["MINARI_DATASETS_PATH"] = str(self.root)
         try:
@@ -281,7 +281,7 @@ class D4RLExperienceReplay(DatasetReplay):
 
     def _default_root(self) -> Path:
         given = os.environ.get("D4RL_DATASET_DIR")
-        return Path(given) if given else Path.home() / ".d4rl" / "datasets"
+        return user_path(given) if given else Path.home() / ".d4rl" / "datasets"
 
     def _locate(self) -> Path | None:
         name = self.dataset_id.removesuffix(".hdf5")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +37,7 @@ from engram.datasets.format import HDF5_MAGIC, DatasetFormat
 from engram.datasets.h5_files import H5Source, create_plain, is_ours, open_foreign
 from engram.kernel.hdf5 import H5Dataset, check_options
 from engram.kernel.rows import RowLayout
+from engram.kernel.tools import user_path
 from engram.pytree import Key, KeyPath, as_path
 
 Array = npt.NDArray[Any]
@@ -86,7 +86,7 @@ class FlatReader:
         source = self._source
         if name in _FLAGS:
             self._flags[name] = array = source.rows(source.root, name, name)
-            if array.dtype.kind not in "biu" or array.shape[1:] not in ((), (1,)):
+            if array.dtype.kind not in "biuf" or array.shape[1:] not in ((), (1,)):
                 raise source.wrong(name, f"is {array.dtype} {list(array.shape)}, not one flag a step")
             if len(array) != len(self._flags.get(_FLAGS[0], array)):
                 raise source.wrong(name, f"has {len(array)} steps, terminals {len(self._flags[_FLAGS[0]])}")
@@ -170,7 +170,10 @@ class FlatReader:
         array = self._flags.get(name)
         if array is None:
             return np.zeros(stop - start, np.bool_)
-        flags: npt.NDArray[np.bool_] = array.read(slice(start, stop)).reshape(-1) != 0
+        values = array.read(slice(start, stop)).reshape(-1)
+        flags: npt.NDArray[np.bool_] = values != 0
+        if values.dtype.kind == "f" and (wrong := values[flags & (values != 1)]).size:
+            raise self._source.wrong(name, f"is {values.dtype} and holds {wrong[0]}; a flag is 0.0 or 1.0")
         return flags
 
     def _usable_steps(self, terminal: Array, timeout: Array, n: int, to_the_end: bool) -> tuple[Array, Array]:
@@ -289,10 +292,10 @@ def read_hdf5(
         2
     """
     check_buffer(buffer)
-    with open_foreign(Path(path), max_row_bytes) as source:
+    with open_foreign(user_path(path), max_row_bytes) as source:
         steps = FlatReader(source, tuple(as_path(key, "exclude") for key in exclude))
         first = next_trajectory(buffer.storage)
-        return ingest(steps.blocks(None, first), buffer, Path(path), len(steps), progress)
+        return ingest(steps.blocks(None, first), buffer, user_path(path), len(steps), progress)
 
 
 def iter_hdf5(
@@ -328,13 +331,13 @@ def iter_hdf5(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with open_foreign(Path(path), max_row_bytes) as source:
+    with open_foreign(user_path(path), max_row_bytes) as source:
         yield from FlatReader(source, tuple(as_path(key, "exclude") for key in exclude)).blocks(batch_size, 0)
 
 
 def hdf5_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a flat HDF5 file, from its header; errors as `read_hdf5`."""
-    with open_foreign(Path(path), MAX_ROW_BYTES) as source:
+    with open_foreign(user_path(path), MAX_ROW_BYTES) as source:
         return DatasetSize(len(FlatReader(source, ())), None)
 
 
@@ -381,7 +384,7 @@ def write_hdf5(
         >>> write_hdf5(steps, file, overwrite=True, h5_kwargs={"compression": "gzip"})
         2
     """
-    file, total = Path(path), 0
+    file, total = user_path(path), 0
     options = check_options(h5_kwargs or {})
     steps = episode_source(source, end_key, traj_key, exclude)
     with (

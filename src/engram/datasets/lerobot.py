@@ -38,7 +38,7 @@ from engram.datasets.episodes import (
 from engram.datasets.format import DatasetFormat
 from engram.datasets.parquet import column_names, open_parquet, read_texts
 from engram.errors import DatasetError
-from engram.kernel.tools import human_bytes, parse_bytes
+from engram.kernel.tools import human_bytes, parse_bytes, user_path
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import Text
 
@@ -120,7 +120,7 @@ class LeRobotReader:
     ) -> None:
         if last_step not in _LAST_STEPS:
             raise ValueError(f"last_step is one of {', '.join(map(repr, _LAST_STEPS))}, got {last_step!r}")
-        self._folder, self._last_step = Path(path), last_step
+        self._folder, self._last_step = user_path(path), last_step
         self._excluded = tuple(as_path(key, "exclude") for key in exclude)
         self._allowed = parse_bytes(max_row_bytes, "max_row_bytes")
         self.info = _read_info(self._folder, self._allowed)
@@ -162,7 +162,8 @@ class LeRobotReader:
             if said["dtype"] != "video":
                 shape = () if name in _SCALARS else tuple(said["shape"])
                 features.append(Feature(name, path, _DTYPES[said["dtype"]], shape))
-        missing = [name for name in (_EPISODE, _FRAME, _TASK, _TIME) if name not in {f.name for f in features}]
+        # `frame_index` is looked at where it is there: the table of episodes says which frame is which.
+        missing = [name for name in (_EPISODE, _TASK, _TIME) if name not in {f.name for f in features}]
         if missing:
             raise self._wrong(INFO, f"has no feature {missing[0]!r}, which every LeRobot dataset has")
         return features
@@ -263,12 +264,13 @@ class LeRobotReader:
             raise self._wrong(file, f"has more frames than the {self.info.frames} of {INFO}")
         episode: Ints = np.searchsorted(stops, frames, "right")
         number, place = self._ids[episode], frames - (stops - self._lengths)[episode]
-        wrong = np.flatnonzero((columns[_EPISODE].numpy() != number) | (columns[_FRAME].numpy() != place))
+        given = columns[_FRAME].numpy() if _FRAME in columns else place
+        wrong = np.flatnonzero((columns[_EPISODE].numpy() != number) | (given != place))
         if len(wrong):
             i = int(wrong[0])
             raise self._wrong(
                 file,
-                f"has frame {int(columns[_FRAME][i])} of episode {int(columns[_EPISODE][i])} where {_EPISODES} has "
+                f"has frame {int(given[i])} of episode {int(columns[_EPISODE][i])} where {_EPISODES} has "
                 f"frame {place[i]} of episode {number[i]}",
             )
         return episode
@@ -284,7 +286,7 @@ class LeRobotReader:
 
     def _steps(self, frames: Columns, n: int, first_id: int) -> TensorDict:
         """The first `n` frames as steps; those behind them are looked at only."""
-        last = torch.ones(len(frames[_EPISODE]), dtype=torch.bool)
+        last = torch.ones(len(frames[_EPISODE]), dtype=torch.bool, device="cpu")
         last[:-1] = frames["episode"][1:] != frames["episode"][:-1]
         terminated, truncated, kept = self._ends(frames, last)
         now = torch.nonzero(kept[:n]).flatten()
@@ -357,13 +359,14 @@ def _video_columns(table: Columns, name: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _number_each(block: TensorDict, name: str, file: Path) -> Tensor:
-    """A column of numbers, one a row: int64, but for times."""
+    """A column of numbers, one a row: int64, but for times. Floats that are whole numbers are numbers, too."""
     values: Tensor = block[tuple(name.split("."))]
-    if values.shape != block.shape or (values.is_floating_point() and not name.endswith("timestamp")):
+    is_time = name.endswith("timestamp") and values.is_floating_point()
+    if values.shape != block.shape or not (is_time or torch.equal(values.long().to(values.dtype), values)):
         raise DatasetError(
-            str(file), f"has {name!r} as {str(values.dtype)[6:]} {list(values.shape[1:])}, not one number"
+            str(file), f"has {name!r} as {str(values.dtype)[6:]} {list(values.shape[1:])}, not one whole number"
         )
-    return values if values.is_floating_point() else values.long()
+    return values if is_time else values.long()
 
 
 def _blocks_of(file: Path, names: Sequence[str], allowed: int) -> Iterator[TensorDict]:
@@ -468,7 +471,7 @@ def read_lerobot(
     check_buffer(buffer)
     reader = LeRobotReader(path, exclude, last_step, max_row_bytes)
     blocks = reader.blocks(next_trajectory(buffer.storage))
-    return ingest(blocks, buffer, Path(path), reader.info.frames, progress)
+    return ingest(blocks, buffer, user_path(path), reader.info.frames, progress)
 
 
 def iter_lerobot(
@@ -518,7 +521,7 @@ def lerobot_info(path: str | os.PathLike[str], *, max_row_bytes: int | str = MAX
 
     `lerobot_info(path).tasks[0]` is the text of task 0, `.video_file(name, chunk_index, file_index)` a file of a video.
     """
-    return _read_info(Path(path), parse_bytes(max_row_bytes, "max_row_bytes"))
+    return _read_info(user_path(path), parse_bytes(max_row_bytes, "max_row_bytes"))
 
 
 def lerobot_size(path: str | os.PathLike[str]) -> DatasetSize:

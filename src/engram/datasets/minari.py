@@ -63,7 +63,7 @@ from engram.errors import DatasetError
 from engram.kernel.hdf5 import H5Dataset, import_h5py
 from engram.kernel.rows import LeafSpec, RowLayout
 from engram.kernel.spaces import EncodedSpaces, LeafSpace, leaf_spaces, observation_path, text_width
-from engram.kernel.tools import parse_bytes
+from engram.kernel.tools import parse_bytes, user_path
 from engram.pytree import Key, KeyPath, as_path
 from engram.specs import MultiOneHot, OneHot, Spec, Text, Unbounded, space_from_spec, spec_from_space
 
@@ -932,12 +932,12 @@ def _open_episodes(
     excluded = tuple(as_path(key, "exclude") for key in exclude)
     with ExitStack() as stack:
         episodes: EpisodeReader
-        place = _arrow_folder(Path(path))
+        place = _arrow_folder(user_path(path))
         if place is not None:
             metadata, allowed = read_json_object(place / METADATA), parse_bytes(max_row_bytes, "max_row_bytes")
             episodes = ArrowEpisodeReader(place, metadata, infos, excluded, allowed)
         else:
-            place = _find(Path(path))
+            place = _find(user_path(path))
             metadata = read_json_object(place.with_name(METADATA))
             source = stack.enter_context(open_foreign(place, max_row_bytes))
             episodes = H5EpisodeReader(source, metadata, infos, excluded)
@@ -1023,7 +1023,7 @@ def write_minari(
         >>> json.loads(pathlib.Path(folder, "data/metadata.json").read_text())["action_space"]
         '{"type": "Discrete", "dtype": "int64", "start": 0, "n": 2}'
     """
-    folder, total = Path(path), 0
+    folder, total = user_path(path), 0
     steps = episode_source(source, end_key, traj_key, exclude)
     known = _known_spaces(source, env, observation_space, action_space)
     with (

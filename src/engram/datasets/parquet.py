@@ -45,7 +45,7 @@ from engram.datasets.episodes import (
 from engram.datasets.format import DatasetFormat
 from engram.errors import DatasetError
 from engram.kernel.rows import IDS, LeafSpec, RowLayout
-from engram.kernel.tools import free_memory, human_bytes, open_regular, parse_bytes
+from engram.kernel.tools import free_memory, human_bytes, open_regular, packages, parse_bytes, user_path
 from engram.pytree import Key, KeyPath, TreeSpec
 from engram.specs import Text
 
@@ -246,11 +246,9 @@ _RAW = (torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 def import_pyarrow() -> Any:
     """Imports pyarrow with its Parquet part; the ImportError says how to install it."""
-    try:
+    with packages("Parquet", "engram[parquet]", pyarrow="pyarrow"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError('Parquet needs pyarrow: pip install "engram[parquet]"') from error
     return pyarrow
 
 
@@ -285,7 +283,7 @@ class ParquetColumn(NamedTuple):
     def from_arrow(self, array: Any, rows: int) -> Tensor:
         """The reverse: a new tensor `[rows, *shape]`."""
         if self.kind == "none":
-            return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype)
+            return torch.zeros((rows, *self.leaf.shape), dtype=self.leaf.dtype, device="cpu")
         if self.kind == "bytes":
             size = self.leaf.nbytes
             pa = import_pyarrow()
@@ -575,11 +573,11 @@ def read_parquet(
         (2, [True, True])
     """
     check_buffer(buffer)
-    with open_parquet(Path(path), columns, max_row_bytes) as file:
+    with open_parquet(user_path(path), columns, max_row_bytes) as file:
         total = file.total
         first = next_trajectory(buffer.storage) if new_ids or file.hidden else None
         blocks = file.blocks(None, first)
-        return ingest(_check_first_id(blocks, buffer.storage), buffer, Path(path), total, progress)
+        return ingest(_check_first_id(blocks, buffer.storage), buffer, user_path(path), total, progress)
 
 
 def iter_parquet(
@@ -610,13 +608,13 @@ def iter_parquet(
     """
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    with open_parquet(Path(path), columns, max_row_bytes) as file:
+    with open_parquet(user_path(path), columns, max_row_bytes) as file:
         yield from file.blocks(batch_size, 0 if file.hidden else None)
 
 
 def parquet_size(path: str | os.PathLike[str]) -> DatasetSize:
     """Rows of a Parquet file, from its footer; errors as `read_parquet`."""
-    with open_parquet(Path(path), None, MAX_ROW_BYTES) as file:
+    with open_parquet(user_path(path), None, MAX_ROW_BYTES) as file:
         return DatasetSize(file.total, None)
 
 
@@ -669,7 +667,7 @@ def write_parquet(
     import_pyarrow()
     steps = episode_source(source, end_key, traj_key, exclude)
     with (
-        new_file(Path(path), overwrite, replaceable_file("a Parquet file of engram's", _is_ours)) as new,
+        new_file(user_path(path), overwrite, replaceable_file("a Parquet file of engram's", _is_ours)) as new,
         progress_bar(f"writing {path}", steps.total, progress) as advance,
     ):
         writer = _ParquetWriter(new, compression)
@@ -1040,7 +1038,9 @@ def _check_ids(block: Any, storage: Any) -> None:
             continue
         with storage.mutex:
             cursor = storage.lanes.cursor
-            last = storage.column(path, torch.tensor([(cursor - 1) % (storage.lanes.store.lane_capacity)]))
+            last = storage.column(
+                path, torch.tensor([(cursor - 1) % (storage.lanes.store.lane_capacity)], device="cpu")
+            )
         if int(last.reshape(-1)[0]) == int(ids.reshape(-1)[0]):
             raise ValueError(
                 f"the buffer ends with the trajectory {int(last.reshape(-1)[0])}, the file begins with one of the same "

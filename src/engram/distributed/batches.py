@@ -200,7 +200,7 @@ class BatchStream:
         self._most_batches = max(1.0, _MOST_BYTES / (batch_size * self._row_bytes))
         if batches_per_call is not None:
             self._most_batches = min(self._most_batches, batches_per_call)
-        self._seed = int(torch.randint(1 << 62, (), generator=generator))
+        self._seed = int(torch.randint(1 << 62, (), generator=generator, device="cpu"))
         widths = [leaf.nbytes for leaf in layout.leaves] if goes_by_leaf(layout) else [layout.payload_bytes]
         self._pool = RowPool(len(shards), self._unit, widths, self._seed)
         self._pace = _LearnerPace(len(shards))

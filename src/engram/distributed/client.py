@@ -399,7 +399,7 @@ class _Rows(NamedTuple):
             return some[0]
         priorities = None
         if any(rows.priority is not None for rows in some):
-            none = torch.full((max(len(rows.block) for rows in some),), torch.nan, dtype=torch.float64)
+            none = torch.full((max(len(rows.block) for rows in some),), torch.nan, dtype=torch.float64, device="cpu")
             priorities = torch.cat([none[: len(r.block)] if r.priority is None else r.priority for r in some])
         return cls(Block.joined([rows.block for rows in some]), priorities)
 
@@ -520,8 +520,8 @@ class Producer:
         self._place = place._replace(sequence=place.sequence + n, rows=place.rows - n)
         at = place.sequence % place.capacity
         if at + n <= place.capacity:
-            return torch.arange(place.first_slot + at, place.first_slot + at + n)
-        return place.first_slot + torch.arange(at, at + n) % place.capacity
+            return torch.arange(place.first_slot + at, place.first_slot + at + n, device="cpu")
+        return place.first_slot + torch.arange(at, at + n, device="cpu") % place.capacity
 
     def _slots_told(self, deadline: float, n: int) -> Tensor:
         """The slots of the n rows that were sent last, when they are in."""
@@ -532,7 +532,7 @@ class Producer:
                     self._settle(deadline)
         except ShardUnavailableError:  # the rows are kept, and sent again; where they will lie nobody knows
             pass
-        return torch.zeros(n, dtype=torch.int64) if self._told is None else self._told[-n:].clamp(min=0)
+        return torch.zeros(n, dtype=torch.int64, device="cpu") if self._told is None else self._told[-n:].clamp(min=0)
 
     def send_held(self) -> bool:
         """Sends rows that are held; False, and nothing is done, while another thread writes."""

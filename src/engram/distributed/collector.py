@@ -32,6 +32,7 @@ from engram.kernel.collecting import (
     WorkerPool,
     makers_of_workers,
 )
+from engram.kernel.tools import count
 
 Device = torch.device | str | int | None
 
@@ -376,8 +377,7 @@ class RayCollector(PooledCollector):
         )
         n = len(makers)
         settings = CollectorSettings.of(locals(), replay_buffer=None)
-        if isinstance(num_workers_per_collector, bool) or num_workers_per_collector < 1:
-            raise ValueError(f"num_workers_per_collector must be 1 or more, got {num_workers_per_collector}")
+        num_workers_per_collector = count(num_workers_per_collector, "num_workers_per_collector")
         if replay_buffer is not None and not isinstance(replay_buffer, RayReplayBuffer):
             raise TypeError(
                 f"a {type(replay_buffer).__name__} lies in this process, and collectors on other nodes cannot write "

@@ -12,13 +12,13 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.resharding import divide_saved
 from engram.errors import CheckpointError, CheckpointMisfitError, ShardUnavailableError
 from engram.kernel.disk import Checkpoint, saving
+from engram.kernel.tools import user_path
 
 _FORMAT = "engram shards"
 _PAUSE = 0.02  # seconds between two tries with a shard that was away
@@ -34,7 +34,7 @@ class ShardSnapshot(NamedTuple):
 
 def shard_folder(path: str | os.PathLike[str], shard: int) -> str:
     """Where a shard saves its part."""
-    return str(Path(path).absolute() / "shards" / str(shard))
+    return str(user_path(path).absolute() / "shards" / str(shard))
 
 
 def save_shards(shards: Sequence[ShardClient], path: str | os.PathLike[str], keep_last: int, timeout: float) -> str:

@@ -60,7 +60,7 @@ class Priorities(NamedTuple):
     def without(self, rows: set[tuple[int, int | None]]) -> Priorities:
         """The priorities of all other rows than these."""
         others = [(index, g) not in rows and (index, None) not in rows for index, g in self.rows()]
-        return self.part(torch.tensor(others, dtype=torch.bool))
+        return self.part(torch.tensor(others, dtype=torch.bool, device="cpu"))
 
 
 class PriorityUpdates:

@@ -30,10 +30,10 @@ from engram.distributed.sharded import (
     ShardedSettings,
     Timeouts,
     arguments_of_shards,
-    check_count,
 )
 from engram.errors import ShardGoneError, ShardUnavailableError, ShardVersionError
 from engram.kernel.advice import advised
+from engram.kernel.tools import count, packages, user_path
 
 _NAMESPACE = "engram"  # of Ray, in which buffers with names are found
 _END_TIMEOUT = 30.0  # seconds that an actor has to remove its folder; it may be starting again
@@ -51,11 +51,9 @@ def import_ray() -> Any:
     Raises:
         ImportError: it is not installed.
     """
-    try:
+    with packages("RayReplayBuffer", "engram[ray]", ray="ray"):
         import ray
         import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ImportError(f"RayReplayBuffer needs Ray: pip install 'engram[ray]' ({error})") from error
     return ray
 
 
@@ -351,7 +349,7 @@ class RayReplayBuffer(ShardedReplayBuffer):
         priority_key: str = "td_error",
         generator: torch.Generator | None = None,
     ) -> None:
-        check_count("num_shards", num_shards)
+        num_shards = count(num_shards, "num_shards")
         if name is not None and not (isinstance(name, str) and name):
             raise ValueError(f"name must be a text, got {name!r}")
         waits = Timeouts.of(timeout)
@@ -480,7 +478,7 @@ def _start_shards(
     told = import_ray().cloudpickle.dumps(introduction)
     actors: list[Any] = []
     for k, strategy in enumerate(strategies):
-        folder = None if scratch_dir is None else str(Path(scratch_dir).absolute() / f"shard-{k}")
+        folder = None if scratch_dir is None else str(user_path(scratch_dir).absolute() / f"shard-{k}")
         own = {"name": f"{name}-{k}", **options, "scheduling_strategy": strategy}  # by its name it is asked for
         actor_class = import_ray().remote(**own)(_ShardActor)
         try:

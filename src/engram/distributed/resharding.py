@@ -144,7 +144,7 @@ class LoadedPiece:
                     yield self._run(lane, at, min(at + most, end), begins=at == begin)
 
     def _run(self, lane: int, start: int, stop: int, begins: bool) -> Run:
-        slots = self._lanes.slots_of(lane, torch.arange(start, stop))
+        slots = self._lanes.slots_of(lane, torch.arange(start, stop, device="cpu"))
         priority = None
         if isinstance(self._sampler, PrioritizedSampler):
             priority = self._sampler.priorities(slots, storage=self._storage)

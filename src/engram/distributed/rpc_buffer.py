@@ -19,6 +19,8 @@ from engram.distributed.client import PendingCall, ShardLink
 from engram.distributed.shard import ReplayShard
 from engram.distributed.sharded import ShardedReplayBuffer, ShardedSettings, Timeouts, arguments_of_shards
 from engram.errors import ShardUnavailableError, ShardVersionError
+from engram.kernel.replay import describe
+from engram.kernel.tools import user_path
 
 if not rpc.is_available():
     raise ImportError("RpcReplayBuffer needs torch.distributed.rpc, which this build of torch leaves out")
@@ -26,16 +28,44 @@ if not rpc.is_available():
 _LOST = 60.0  # seconds after which calls count as lost
 _LONG = {"verify": 3600.0, "verify_pieces": 3600.0, "loads": 3600.0, "load_pieces": 3600.0}  # seconds
 _shards: dict[str, ReplayShard] = {}  # of this process, by name
+_settings: dict[str, dict[str, Any]] = {}  # with which each was made
 _making = threading.Lock()
 
 
 def _serve(name: str, version: str, arguments: dict[str, Any], folder: str | None) -> str:
-    """Makes a shard in this process, if there is none of this name; returns the version of engram here."""
+    """Makes a shard in this process, if there is none of this name; returns the version of engram here.
+
+    Raises:
+        ValueError: there is one that was made with other arguments.
+    """
     if version == __version__:
+        settings = _settings_of(arguments, folder)
         with _making:
             if name not in _shards:
-                _shards[name] = ReplayShard(**arguments, scratch_dir=folder)
+                _shards[name], _settings[name] = ReplayShard(**arguments, scratch_dir=folder), settings
+            there = _settings.get(name, settings)
+        if differences := [
+            f"{what} {there[what]}, not {settings[what]}" for what in there if there[what] != settings[what]
+        ]:
+            raise ValueError(
+                f"a buffer of this name has a shard {name} already, made with {'; '.join(differences)}: give the same, "
+                "or another name="
+            )
     return __version__
+
+
+def _settings_of(arguments: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """What clients of one shard must agree on, in a form that can be compared and shown."""
+    sampler, compact = describe(arguments["sampler"]), arguments["compact"]
+    made_with = sampler["arguments"]  # None: of a class of a user's own, of which only the name is known
+    given = [] if made_with is None else [*made_with["args"], *made_with["kwargs"].items()]
+    return {
+        "room for": f"{arguments['capacity']} rows",
+        "lanes of": arguments["lanes"],
+        "the sampler": f"{sampler['kind']}({', '.join(map(str, given))})",
+        "compact": None if compact is None else compact.to_json(),
+        "the folder": folder,
+    }
 
 
 def _answers(name: str, calls: bytes) -> bytes:
@@ -52,6 +82,7 @@ def _answers(name: str, calls: bytes) -> bytes:
 def _end(name: str) -> None:
     with _making:
         shard = _shards.pop(name, None)
+        _settings.pop(name, None)
     if shard is not None:
         shard.close()
 
@@ -149,7 +180,8 @@ class RpcReplayBuffer(ShardedReplayBuffer):
             priority_key, generator: as RayReplayBuffer.
 
     Raises:
-        ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided.
+        ValueError, TypeError: a setting that is not allowed, or a sampler whose draws cannot be divided; or another
+            process made a buffer of this name with another size, sampler, `lanes` or folder.
         ShardVersionError: a worker runs another version of engram.
         RuntimeError: this process has not joined with `rpc.init_rpc`, or a worker does not answer.
 
@@ -189,7 +221,8 @@ class RpcReplayBuffer(ShardedReplayBuffer):
         settings.check()
         arguments = arguments_of_shards(storage, len(workers), lanes, sampler, transform)
         self._served = [(worker, f"{name}-{k}") for k, worker in enumerate(workers)]
-        folders = [None if scratch_dir is None else str(Path(scratch_dir) / f"shard-{k}") for k in range(len(workers))]
+        below = None if scratch_dir is None else user_path(scratch_dir)
+        folders = [None if below is None else str(below / f"shard-{k}") for k in range(len(workers))]
         made = [
             rpc.rpc_async(worker, _serve, args=(shard, __version__, arguments, folder))
             for (worker, shard), folder in zip(self._served, folders, strict=True)

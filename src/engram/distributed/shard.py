@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
@@ -37,6 +36,7 @@ from engram.errors import IncarnationError, ShardVersionError, StorageError
 from engram.kernel.disk import Checkpoint
 from engram.kernel.replay import Member, SaveHandle
 from engram.kernel.rows import Lanes, RowLayout, StreamEntry
+from engram.kernel.tools import user_path
 
 _MOST_DRAWS = 100
 _KEPT_OUTCOMES = 16  # of saves that have ended
@@ -219,7 +219,7 @@ class ReplayShard:
         generator: torch.Generator | None = None,
     ) -> None:
         self._lock = threading.RLock()
-        self._folder = None if scratch_dir is None else Path(scratch_dir)
+        self._folder = None if scratch_dir is None else user_path(scratch_dir)
         self._timeout = timeout
         room, several = max(2, capacity), max(2, lanes)  # so that producers move from lane to lane
         if self._folder is None:
@@ -274,7 +274,10 @@ class ReplayShard:
         if self._priorities.store != _store_name(self._storage):
             self._priorities.restart(_store_name(self._storage), self._new_priority)
             return
-        highest, sequences = self._priorities.highest, self._lanes.generations(torch.arange(self._lanes.capacity))
+        highest, sequences = (
+            self._priorities.highest,
+            self._lanes.generations(torch.arange(self._lanes.capacity, device="cpu")),
+        )
         saved = self._priorities.of(sequences)
         stored = (sequences >= 0).nonzero().flatten()
         self._sampler.raise_new_priority(highest, storage=self._storage)
@@ -288,7 +291,7 @@ class ReplayShard:
         if self._priorities is None:
             return self._open_priorities() if self._storage.lanes is not None else None
         self._priorities.restart(_store_name(self._storage), self._new_priority)
-        sequences = self._lanes.generations(torch.arange(self._lanes.capacity))
+        sequences = self._lanes.generations(torch.arange(self._lanes.capacity, device="cpu"))
         stored = (sequences >= 0).nonzero().flatten()
         if len(stored):
             assert isinstance(self._sampler, PrioritizedSampler)
@@ -492,7 +495,7 @@ class ReplayShard:
         if wait is not None:
             return Acknowledgement(count, True, self._credit, None, None, self._totals(), wait)
         new = block.rest(count - first)
-        slots = torch.empty(0, dtype=torch.int64)
+        slots = torch.empty(0, dtype=torch.int64, device="cpu")
         if len(new):
             slots = producers.append(entry, lambda: self._append(new))
         place = producers.place(entry)
@@ -525,10 +528,10 @@ class ReplayShard:
 
     def _slots_of(self, entry: StreamEntry, first: int, n: int) -> Tensor:
         """Where rows of a producer that were in before lie, int64 [n]; -1: not known any more."""
-        slots = torch.full((n,), -1)
+        slots = torch.full((n,), -1, device="cpu")
         for row, lane, sequence, rows in self._producers.table.places(entry, first, n) if n else ():
             slots[row - first : row - first + rows] = self._lanes.slots_of(
-                lane, torch.arange(sequence, sequence + rows)
+                lane, torch.arange(sequence, sequence + rows, device="cpu")
             )
         return slots
 
@@ -790,13 +793,13 @@ class ReplayShard:
 
 
 def _no_rows(totals: ShardTotals) -> DrawnRows:
-    nothing = torch.empty(0, dtype=torch.int64)
+    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
     return DrawnRows(Block(()), nothing, nothing, None, None, None, None, totals)
 
 
 def _without(drawn: DrawnRows, lost: list[int]) -> DrawnRows:
     """Rows of no slices, less those that were overwritten: none is drawn in their place, so others are as likely."""
-    kept = torch.ones(len(drawn.slots), dtype=torch.bool)
+    kept = torch.ones(len(drawn.slots), dtype=torch.bool, device="cpu")
     kept[lost] = False
     block = Block(tuple(part[kept.numpy()] for part in drawn.block.parts))
     ratio = None if drawn.ratio is None else drawn.ratio[kept]

@@ -41,16 +41,16 @@ def draw_sequences(ranges: Sequence[Tensor], n: int, generator: torch.Generator 
         >>> sorted({(int(s), int(l), int(w)) for s, l, w in zip(*drawn)})
         [(0, 0, 0), (0, 0, 1), (0, 0, 2), (1, 0, 10), (1, 0, 11)]
     """
-    lanes = torch.cat(list(ranges)) if ranges else torch.empty((0, 2), dtype=torch.int64)
+    lanes = torch.cat(list(ranges)) if ranges else torch.empty((0, 2), dtype=torch.int64, device="cpu")
     counts = (lanes[:, 1] - lanes[:, 0]).clamp(min=0)
     ends = counts.cumsum(0)
     total = int(ends[-1]) if len(ends) else 0
     if total == 0:
         raise RuntimeError(EMPTY)
-    position = torch.randint(total, (n,), generator=generator)
+    position = torch.randint(total, (n,), generator=generator, device="cpu")
     which = torch.searchsorted(ends, position, right=True)
-    sizes = torch.tensor([len(one) for one in ranges])
-    shard = torch.arange(len(ranges)).repeat_interleave(sizes)[which]
+    sizes = torch.tensor([len(one) for one in ranges], device="cpu")
+    shard = torch.arange(len(ranges), device="cpu").repeat_interleave(sizes)[which]
     first_of_shard = (sizes.cumsum(0) - sizes)[shard]
     return SequenceDraw(shard, which - first_of_shard, lanes[which, 0] + position - (ends - counts)[which])
 
@@ -97,16 +97,16 @@ def draw_rows(storage: LazyTensorStorage, n: int, seed: int) -> UniformRows:
     """
     lanes, layout = storage.lanes, storage.layout
     assert lanes is not None and layout is not None
-    slots = lanes.uniform(torch.tensor([seed]), n)
+    slots = lanes.uniform(torch.tensor([seed], device="cpu"), n)
     if slots is None:
-        slots = torch.empty(0, dtype=torch.int64)
+        slots = torch.empty(0, dtype=torch.int64, device="cpu")
     rows = storage.read_packed(slots, goes_by_leaf(layout), sequences=True)
     assert rows.sequences is not None
     block = Block(tuple(part.numpy() for part in rows.batch))
     gone = [*(rows.overwritten or ()), *(rows.absent or ())]
     if not gone:
         return UniformRows(block, slots, rows.sequences)
-    kept = torch.ones(len(slots), dtype=torch.bool)
+    kept = torch.ones(len(slots), dtype=torch.bool, device="cpu")
     kept[gone] = False
     kept_block = Block(tuple(part[kept.numpy()] for part in block.parts))
     return UniformRows(kept_block, slots[kept], rows.sequences[kept])
@@ -116,7 +116,7 @@ def lane_ranges(lanes: Lanes | None) -> Tensor:
     """The oldest sequence of each lane, and the one after its newest: int64 [lanes, 2]."""
     states = [] if lanes is None else [lanes.store.lane(i) for i in range(lanes.store.lanes)]
     ranges = [(state["first"], max(state["first"], state["published"])) for state in states]
-    return torch.tensor(ranges, dtype=torch.int64).reshape(-1, 2)
+    return torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 
 def divide(shares: Sequence[float], n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -130,13 +130,13 @@ def divide(shares: Sequence[float], n: int, generator: torch.Generator | None = 
         >>> divide([1.0, 0.0, 3.0], 1000).tolist()[1]
         0
     """
-    weights = torch.tensor(list(shares), dtype=torch.float64)
+    weights = torch.tensor(list(shares), dtype=torch.float64, device="cpu")
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
         raise ValueError(f"shares are finite and 0 or more, got {list(shares)}")
     ends = weights.cumsum(0)
     if not len(ends) or not ends[-1] > 0:
         raise RuntimeError(EMPTY)
-    position = torch.rand(n, dtype=torch.float64, generator=generator) * ends[-1]
+    position = torch.rand(n, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
     which = torch.searchsorted(ends, position, right=True).clamp(max=int(weights.nonzero()[-1]))
     return which.bincount(minlength=len(weights))
 

@@ -41,14 +41,25 @@ from engram.envs.transforms import Compose
 from engram.errors import ShardGoneError, ShardUnavailableError, StorageError
 from engram.kernel.replay import IN_BUFFERS, WriteRequest, mark_rows, warn_if_idle
 from engram.kernel.rows import RowLayout
-from engram.kernel.tools import warn_user
+from engram.kernel.tools import ReadAsMapping, count, warn_user
+from engram.pytree import to_tensor
 
 _STINT = ", stint "  # in the name of a producer, before the number of its stint
 _PAUSE = 0.01  # seconds between two looks at shards that are all away
 
 
-class ShardedStats(NamedTuple):
-    """The state of a buffer over shards in numbers; there may be more fields later.
+class _Counts(NamedTuple):
+    rows: int
+    capacity: int
+    writes: int
+    accepted: int
+    draws: int
+    unacknowledged: int
+    away: tuple[int, ...]
+
+
+class ShardedStats(ReadAsMapping, _Counts):
+    """The state of a buffer over shards in numbers; there may be more fields later. Read as a mapping as `BufferStats`.
 
     Attributes:
         rows: stored steps, as far as shards that are away had told.
@@ -61,13 +72,9 @@ class ShardedStats(NamedTuple):
         away: numbers of the shards that do not answer.
     """
 
-    rows: int
-    capacity: int
-    writes: int
-    accepted: int
-    draws: int
-    unacknowledged: int
-    away: tuple[int, ...]
+    def by_name(self) -> dict[str, Any]:
+        """What the mapping has: the fields, and TorchRL's names."""
+        return {**self._asdict(), "size": self.rows, "write_count": self.writes}
 
 
 class Timeouts(NamedTuple):
@@ -124,7 +131,7 @@ class ShardedSettings(NamedTuple):
     def check(self) -> None:
         """ValueError: a number that is not allowed; what, and what is."""
         if self.batches_per_call is not None:
-            check_count("batches_per_call", self.batches_per_call)
+            count(self.batches_per_call, "batches_per_call")
         if self.max_batch_age is not None and not self.max_batch_age >= 0:
             raise ValueError(f"max_batch_age must be 0 or more seconds, got {self.max_batch_age}")
         if not self.timeout > 0:
@@ -232,7 +239,7 @@ class ShardedReplayBuffer:
                     request = transform.flush(request) if flushed else transform.inverse_stream(request)
                 batch = request.items
                 if batch is None:  # a transform holds all of it back
-                    return torch.empty(0, dtype=torch.int64)
+                    return torch.empty(0, dtype=torch.int64, device="cpu")
                 block = pack(self._layout or RowLayout.of(batch, 1), batch)
                 given = None if priority is None else self._priorities_of(request, priority, len(block))
                 self._adopt_layout_of(batch, deadline)
@@ -745,7 +752,12 @@ class ShardedReplayBuffer:
         self._updates.give(at, priorities, generations)
 
     def update_tensordict_priority(self, data: Any) -> None:
-        """Sets the priorities of a batch's rows from `data[priority_key]`; errors as `update_priority`, KeyError."""
+        """Sets the priorities of a batch's rows from `data[priority_key]`; errors as `update_priority`, KeyError.
+
+        For samplers without priorities there is nothing to do, whatever keys the batch has.
+        """
+        if self._prioritized is None:
+            return
         generation = data["generation"] if "generation" in data.keys() else None  # noqa: SIM118 -- a TensorDict iterates over rows
         self.update_priority(data["index"], data[self._settings.priority_key], generation)
 
@@ -960,18 +972,12 @@ def _as_column(numbers: Any) -> Tensor:
     """Whole numbers as int64 [n]."""
     if type(numbers) is Tensor and numbers.dtype is torch.int64 and numbers.ndim == 1:
         return numbers
-    return torch.as_tensor(numbers, dtype=torch.int64).reshape(-1)
+    return to_tensor(numbers, dtype=torch.int64).reshape(-1)
 
 
 def _name_of_stint(name: str, number: int) -> str:
     """The name of a producer in one of its stints, where each has one."""
     return f"{name}{_STINT}{number}" if number else name
-
-
-def check_count(what: str, value: Any) -> None:
-    """ValueError unless it is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{what} must be a positive integer, got {value!r}")
 
 
 def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler, transform: Any) -> dict[str, Any]:
@@ -984,7 +990,7 @@ def arguments_of_shards(storage: Any, shards: int, lanes: int, sampler: Sampler,
     Raises:
         TypeError, ValueError: it says no room, or is not an empty one of steps; a sampler that no shard can have.
     """
-    check_count("lanes", lanes)
+    lanes = count(lanes, "lanes")
     made = storage if isinstance(storage, Storage) else storage()
     if not isinstance(made, Storage):
         raise TypeError(f"storage must be a Storage or make one, got a {type(made).__name__}")

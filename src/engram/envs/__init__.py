@@ -2,9 +2,9 @@
 
 from engram._advice import advise_on_names
 from engram.envs.base import EnvBase, step_mdp
-from engram.envs.creator import EnvCreator
+from engram.envs.env_creator import EnvCreator, env_creator  # the function, and not its module
 from engram.envs.gym import GymEnv
-from engram.envs.libs import DMControlEnv, GymWrapper, gym_backend, set_gym_backend
+from engram.envs.libs import DMControlEnv, GymWrapper, VmasEnv, VmasWrapper, gym_backend, set_gym_backend
 from engram.envs.parallel import ParallelEnv
 from engram.envs.policies import ExplorationType, RandomPolicy, exploration_type, set_exploration_type
 from engram.envs.serial import SerialEnv
@@ -98,7 +98,10 @@ __all__ = [
     "UnsqueezeTransform",
     "VecNorm",
     "VecNormV2",
+    "VmasEnv",
+    "VmasWrapper",
     "check_env_specs",
+    "env_creator",
     "exploration_type",
     "gym_backend",
     "set_exploration_type",

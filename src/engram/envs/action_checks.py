@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram.pytree import key_path
+from engram.pytree import key_path, to_tensor
 from engram.specs.torchrl import stack_members
 
 Array = np.ndarray[Any, Any]
@@ -171,7 +171,7 @@ class _Numbers:
         self._dtype = dtype
         self._is_float = dtype.is_floating_point or dtype.is_complex
         if not self._is_float:
-            self._array_dtype = torch.zeros(0, dtype=dtype).numpy().dtype
+            self._array_dtype = torch.zeros(0, dtype=dtype, device="cpu").numpy().dtype
             self.advice = f"Every number must be one that {dtype} can hold."
 
     def holds(self, array: Array) -> bool:
@@ -208,7 +208,7 @@ class _Choices:
     advice = _NEEDS_CHOICE
 
     def __init__(self, n: int | Tensor) -> None:
-        self._n = torch.as_tensor(n)
+        self._n = to_tensor(n)
         self.choices = int(self._n) if self._n.ndim == 0 else 0
         self._ends: dict[str, Array | None] = {}  # by dtype, as unsigned numbers: negative values then exceed them, too
 
@@ -292,9 +292,9 @@ def _domain_of(spec: Any) -> _Domain:
     if name in ("Categorical", "OneHot") and spec.space.n > 0:
         return _Choices(int(spec.space.n)) if name == "Categorical" else _OneHots([int(spec.space.n)])
     if name == "MultiCategorical":
-        return _Choices(torch.as_tensor(spec.nvec))
+        return _Choices(to_tensor(spec.nvec))
     if name == "MultiOneHot":
-        nvec = [int(n) for n in torch.as_tensor(spec.nvec).reshape(-1)]
+        nvec = [int(n) for n in to_tensor(spec.nvec).reshape(-1)]
         if spec.shape[-1:] == (sum(nvec),):
             return _OneHots(nvec)
     if name == "Text":

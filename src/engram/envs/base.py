@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
 
 from engram._advice import absent_member, advised
-from engram._checks import attribute
+from engram._checks import attribute, count
 from engram._native import take_frames
 from engram._overrides import overrides
 from engram._providers import PROVIDERS
@@ -27,6 +27,7 @@ from engram.envs.policies import (
     as_policy,
     observation_keys,
     on_device_of,
+    require_first_marks,
     written_actions,
 )
 from engram.envs.torchrl import as_torchrl_env
@@ -437,7 +438,7 @@ class FrameQueue:
             calls, dropped = self._index.take(steps)
         del self._steps[:dropped], self._versions[:dropped]
         if steps < total:
-            rows = batch.reshape(n, total)[torch.arange(n)[:, None], torch.from_numpy(calls.copy())]
+            rows = batch.reshape(n, total)[torch.arange(n, device="cpu")[:, None], torch.from_numpy(calls.copy())]
             batch = rows.reshape(*self._batch_size, steps)
         return batch, versions[calls]
 
@@ -446,7 +447,6 @@ Self = TypeVar("Self", bound="EnvBase")
 _WRAP = "TorchRL's own transforms, collectors and batched environments take `env.to_torchrl()`"
 #: The private names that TorchRL's classes read first from an environment.
 _READ_BY_TORCHRL = (
-    "_supports_set_state",
     "_has_dynamic_specs",
     "_step_mdp",
     "_spec_locked",
@@ -794,18 +794,18 @@ class EnvBase(nn.Module, HasSpaces):
             return self._with_flags(self._reset_from(td, mask, kwargs))
         given = td
         if not has_methods_of_engram(self, "_reset"):  # a subclass may write into what it gets
-            given = td.clone() if self._reads_state() else td.copy().set("_reset", mask.clone())
+            given = td.clone() if self._supports_set_state else td.copy().set("_reset", mask.clone())
         fresh = self._with_flags(self._reset_from(given, given.get("_reset"), kwargs))
         return fresh if bool(mask.all()) else merge_where(mask, fresh, td)
 
     def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
         """The part of the caller's TensorDict that a reset gets."""
-        if set_state and (td is None or not self._reads_state()):
+        if set_state and (td is None or not self._supports_set_state):
             raise NotImplementedError(
                 f"set_state=True: the reset of a {type(self).__name__} reads no state from a TensorDict; "
                 "set_seed(...) repeats an episode, and actions=... its steps"
             )
-        if set_state or td is None or not self._reads_state():
+        if set_state or td is None or not self._supports_set_state:
             return td
         return td.select("_reset", strict=False)
 
@@ -821,7 +821,8 @@ class EnvBase(nn.Module, HasSpaces):
         """What `_step` or `_reset` returned, in tensors that a subclass does not write into later."""
         return td if has_methods_of_engram(self, "_step", "_reset") else td.clone()
 
-    def _reads_state(self) -> bool:
+    @property
+    def _supports_set_state(self) -> bool:  # a name by which users of TorchRL ask
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
         return self._in_torchrl_form
 
@@ -1029,8 +1030,7 @@ class EnvBase(nn.Module, HasSpaces):
         >>> env.rollout(10, actions=[0, 1, 1])["action"]
         tensor([0, 1, 1])
         """
-        if max_steps < 1:
-            raise ValueError(f"max_steps must be 1 or more, got {max_steps}")
+        max_steps = count(max_steps, "max_steps")
         if not auto_reset and tensordict is None:
             raise ValueError("auto_reset=False needs the state to start from: pass tensordict=env.reset()")
         if actions is not None:
@@ -1038,6 +1038,8 @@ class EnvBase(nn.Module, HasSpaces):
             max_steps, trust_policy = len(policy), True
         if break_when_any_done is None:
             break_when_any_done = not break_when_all_done
+        if auto_reset and tensordict is None:
+            require_first_marks(policy, self)
         act = as_policy(policy, self, trusted=trust_policy)
         if auto_cast_to_device:
             act = on_device_of(policy, act)
@@ -1046,7 +1048,7 @@ class EnvBase(nn.Module, HasSpaces):
         td = tensordict if begins_here else self.reset(tensordict, **state)
         assert td is not None
         frames, following, given = FrameQueue(td.batch_size), step_mdp_of(self), given_entries(self)
-        have_ended, ended = torch.zeros((), dtype=torch.bool), None
+        have_ended, ended = torch.zeros((), dtype=torch.bool, device="cpu"), None
         while True:
             record = StepRecord(td, given)
             acted = act(record.shown)

@@ -482,7 +482,7 @@ class DiscreteCodec(ArrayCodec):
         return raws
 
     def random_rows(self, n: int) -> tuple[Tensor, list[Any]]:
-        choice = torch.randint(self._n, (n,))  # the same draw as by the spec
+        choice = torch.randint(self._n, (n,), device="cpu")  # the same draw as by the spec
         if self._n > MAX_TABLE:
             encoded = choice if self._one_hot is None else self._one_hot.encode(choice)
             return encoded, list(self._raw_of_choice(choice.numpy()))
@@ -492,7 +492,7 @@ class DiscreteCodec(ArrayCodec):
         return torch.from_numpy(self._hot_by_choice.take(choice.numpy(), 0)), raws
 
     def random_batch(self, shape: Sequence[int]) -> Any:
-        choice = torch.randint(self._n, tuple(shape)).numpy()  # the same draw as by the spec
+        choice = torch.randint(self._n, tuple(shape), device="cpu").numpy()  # the same draw as by the spec
         return self._raw_of_choice(choice) if self._is_converted else choice
 
     @cached_property

@@ -229,7 +229,7 @@ def _spec_of_probe(key: Key, infos: Sequence[Mapping[str, Any]], batch_dims: int
 def _raw_dtype_and_shape(key: Key, spec: Spec) -> tuple[Any, tuple[int, ...]]:
     if spec.dtype is None:
         raise TypeError(f"info_keys[{key!r}] must be the spec of one tensor, got {spec}; name its entries by tuples")
-    return torch.zeros(0, dtype=spec.dtype).numpy().dtype, tuple(spec.shape)
+    return torch.zeros(0, dtype=spec.dtype, device="cpu").numpy().dtype, tuple(spec.shape)
 
 
 def _entry_of(info: Any, path: tuple[str, ...]) -> Any:
@@ -367,13 +367,24 @@ def action_check(codec: SpaceCodec, batch_size: Sequence[int] = ()) -> ActionChe
     return ActionCheck(spec.leaves() if isinstance(spec, Composite) else {None: spec}, batch_size)
 
 
+def _reserved(key: str) -> str:
+    """The error for a key of observations that steps have for something else, with the wrapper that renames it."""
+    return (
+        f"the observation space has a key {key!r}, which is reserved: steps have an entry of their own there. Give the "
+        f"environment (each single one of a vector) with another name for it, such as 'observed_{key.lstrip('_')}':\n"
+        f"    new = lambda old: {{'observed_{key.lstrip('_')}' if k == {key!r} else k: v for k, v in old.items()}}\n"
+        "    space = gymnasium.spaces.Dict(new(env.observation_space))\n"
+        "    env = gymnasium.wrappers.TransformObservation(env, new, space)"
+    )
+
+
 def composite_spec(leaves: list[SpaceLeaf]) -> Composite:
     """The specs of one environment's observations. Raises ValueError for reserved keys."""
     spec = Composite()
     for leaf in leaves:
         root = leaf.key if isinstance(leaf.key, str) else leaf.key[0]
         if root in RESERVED:
-            raise ValueError(f"the observation space has a key {root!r}, which is reserved; rename it by a wrapper")
+            raise ValueError(_reserved(root))
         if leaf.key in spec or root in spec.leaves():
             raise ValueError(f"{leaf.key!r} is an observation already; info_keys must name other entries")
         spec[leaf.key] = leaf.codec.spec

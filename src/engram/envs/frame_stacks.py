@@ -9,7 +9,7 @@ import torch
 
 from engram.envs.codecs import Array, ArrayCodec, SpaceLeaf
 from engram.envs.engines import ArraySpace, GymEngine
-from engram.pytree import Key
+from engram.pytree import Key, to_tensor
 from engram.specs import Unbounded
 from engram.transforms.base import FrameStacks
 
@@ -75,7 +75,7 @@ class _Stack:
         self.codec = ArrayCodec(spec, ArraySpace(frame.raw_dtype, tuple(shape)))
         self._padding: Array | None = None
         if stacks.padding is not None:
-            self._padding = torch.as_tensor(stacks.padding, dtype=spec.dtype).numpy()
+            self._padding = to_tensor(stacks.padding, dtype=spec.dtype).numpy()
 
     def first(self, frame: Array) -> Array:
         """The stack at the first frame of an episode."""

@@ -1,4 +1,4 @@
-"""`as_env`: wraps TorchRL environments for `TransformedEnv`, `SerialEnv` and `ParallelEnv`."""
+"""`as_env`: wraps environments of gymnasium and TorchRL for `TransformedEnv`, `SerialEnv` and `ParallelEnv`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from tensordict import TensorDictBase
 
 from engram.envs.base import EnvBase
+from engram.envs.gym import in_gym_env
 from engram.pytree import key_path
 from engram.specs.torchrl import spec_from_torchrl
 from engram.transforms.torchrl import primed_keys
@@ -37,7 +38,8 @@ class TorchRLEnv(EnvBase):
         self.full_done_spec = spec_from_torchrl(env.full_done_spec)
         self.state_spec = spec_from_torchrl(env.state_spec)
 
-    def _reads_state(self) -> bool:
+    @property
+    def _supports_set_state(self) -> bool:
         return not self.state_spec.is_empty()
 
     def _reset(self, mask: Any = None, **kwargs: Any) -> TensorDictBase:
@@ -88,12 +90,13 @@ class TorchRLEnv(EnvBase):
 
 
 def as_env(env: Any, who: str) -> EnvBase:
-    """`env`, wrapped if it is TorchRL's. Raises TypeError, which names `who`, for other objects."""
+    """`env`, wrapped if it is gymnasium's or TorchRL's. Raises TypeError, which names `who`, for other objects."""
+    env = in_gym_env(env)
     if isinstance(env, EnvBase):
         return env
     theirs = sys.modules.get("torchrl.envs")
     if theirs is None or not isinstance(env, theirs.EnvBase):
-        raise TypeError(f"{who} takes an environment of engram or of TorchRL, got a {type(env).__name__}")
+        raise TypeError(f"{who} takes an environment of engram, gymnasium or TorchRL, got a {type(env).__name__}")
     return TorchRLEnv(env)
 
 

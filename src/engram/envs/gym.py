@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from types import ModuleType
@@ -10,12 +11,15 @@ from typing import Any, Protocol
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 
-from engram._advice import advised
+from engram._advice import SignatureOfInit, advised
+from engram._checks import count, count_or_none
+from engram._providers import PROVIDERS
 from engram.envs.base import EnvBase, steps_as
 from engram.envs.codecs import flag_of, reward_of, reward_vector
 from engram.envs.engines import GymEngine, HasEngines, InfoKeys, VectorEngine
+from engram.envs.policies import transforms_of
 from engram.envs.vector_env import VectorStepper
 from engram.specs import Composite, Spec, Unbounded
 from engram.specs.spaces import EncodedSpaces
@@ -76,8 +80,10 @@ class GymEnv(EnvBase, HasEngines):
             from keys to specs. Entries that `info` lacks, as after resets, are zeros.
         batch_size: as a check, `()` of a single environment or `(num_envs,)`.
         kwargs: for `gymnasium.make` or `gymnasium.make_vec`. A `policy` goes there if the environment's constructor has
-            that parameter, and otherwise has no effect. TorchRL's `allow_done_after_reset`, `auto_reset_replace`,
-            `convert_actions_to_numpy`, `missing_obs_value`, `run_type_checks` and `spec_locked` have no effect.
+            that parameter. With a recurrent one the result is a `TransformedEnv` with the transforms that it needs:
+            an `InitTracker` where it reads `"is_init"`, and its primers. TorchRL's `allow_done_after_reset`,
+            `auto_reset_replace`, `convert_actions_to_numpy`, `missing_obs_value`, `run_type_checks` and `spec_locked`
+            have no effect.
 
     Environment i of several is seeded with `seed + i`; those of a vector entry point share one generator.
     Raises TypeError for spaces without a fixed shape and for arguments that an existing environment cannot take,
@@ -94,6 +100,17 @@ class GymEnv(EnvBase, HasEngines):
 
     available_envs: Any = _EnvNames()  #: the names in gymnasium's registry
     libname = "gym"  #: TorchRL's name of the library
+
+    def __new__(cls, *args: Any, policy: Any = None, **kwargs: Any) -> Any:
+        env = super().__new__(cls)
+        if not isinstance(policy, nn.Module):
+            return env
+        env.__init__(*args, policy=policy, **kwargs)  # type: ignore[misc]
+        needed = transforms_of(policy, env)
+        # Of another class, Python does not call `__init__` again.
+        return PROVIDERS["transformed_env"]()(env, needed) if needed else env
+
+    __signature__ = SignatureOfInit()
 
     def __init__(
         self,
@@ -115,12 +132,9 @@ class GymEnv(EnvBase, HasEngines):
 
         name_or_env = _only_given(name_or_env=name_or_env, env_name=env_name, env=env)
         target = usable_device(device, "device")  # raises before an environment is created
+        num_envs, frame_skip = count(num_envs, "num_envs", 0), count_or_none(frame_skip, "frame_skip")
         if batch_size is not None and tuple(batch_size) != ((num_envs,) if num_envs else ()):
             raise ValueError(f"batch_size={tuple(batch_size)}: it is (num_envs,), and () without num_envs")
-        if num_envs < 0:
-            raise ValueError(f"num_envs must be 0 (a single environment) or more, got {num_envs}")
-        if frame_skip is not None and frame_skip < 1:
-            raise ValueError(f"frame_skip must be 1 or more, got {frame_skip}")
         kwargs, frame_skip = gym_make.with_own_frame_skip(name_or_env, kwargs, frame_skip)
         codecs: dict[str, Any] = {
             "categorical": categorical_action_encoding,
@@ -245,6 +259,18 @@ def _only_given(**values: Any) -> Any:
     return given[0]
 
 
+def in_gym_env(env: Any) -> Any:
+    """An environment, or a vector of some, of gymnasium's as a `GymEnv`; anything else as it is.
+
+    >>> import gymnasium
+    >>> in_gym_env(gymnasium.make("CartPole-v1")).rollout(3).shape, in_gym_env(7)
+    (torch.Size([3]), 7)
+    """
+    gymnasium: Any = sys.modules.get("gymnasium")
+    is_theirs = gymnasium is not None and isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv)
+    return GymEnv(env) if is_theirs else env
+
+
 def _make_vector(
     name_or_env: Any, num_envs: int, kwargs: dict[str, Any], codecs: dict[str, Any], **wrappers: Any
 ) -> VectorStepper:
@@ -278,9 +304,9 @@ class SingleStepper:
         observation, reward, terminated, truncated, _ = self.engine.step(raw)
         values = self.engine.observation(observation)
         if shape := self.engine.reward_shape:
-            values["reward"] = torch.tensor(reward_vector(reward, shape))
+            values["reward"] = torch.tensor(reward_vector(reward, shape), device="cpu")
         else:
-            values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32)
-        values["terminated"] = torch.tensor([flag_of(terminated, "terminated")])
-        values["truncated"] = torch.tensor([flag_of(truncated, "truncated")])
+            values["reward"] = torch.tensor([reward_of(reward)], dtype=torch.float32, device="cpu")
+        values["terminated"] = torch.tensor([flag_of(terminated, "terminated")], device="cpu")
+        values["truncated"] = torch.tensor([flag_of(truncated, "truncated")], device="cpu")
         return values

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from engram._checks import attribute
+from engram._packages import packages
 from engram.envs.codecs import flag_of, nest_like, reward_of
 from engram.envs.engines import (
     Autoreset,
@@ -27,11 +28,9 @@ from engram.envs.engines import (
 )
 from engram.processes.timeouts import reject_timeout
 
-try:
+with packages("GymEnv", "engram[gym]", gymnasium="gymnasium"):
     import gymnasium
     from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, load_env_creator, parse_env_id
-except ImportError as error:
-    raise ImportError('GymEnv needs gymnasium: pip install "engram[gym]"') from error
 
 
 ENTRY_POINT = "vector_entry_point"
@@ -203,7 +202,7 @@ def make_single(name_or_env: Any, kwargs: dict[str, Any], *, from_pixels: bool, 
     """One environment, from a name or an existing object. Raises TypeError for anything else."""
     kwargs = _without_policy(name_or_env, kwargs)
     if isinstance(name_or_env, str):
-        with _explains_timeout(kwargs):
+        with _explains_timeout(kwargs), _explains_namespace(name_or_env):
             env = gymnasium.make(name_or_env, **_with_render_mode(kwargs, from_pixels))
     elif isinstance(name_or_env, gymnasium.Env):
         _check_no_settings(kwargs)
@@ -281,16 +280,18 @@ def _make_vector_by_name(
                 f"vectorization_mode={ENTRY_POINT!r} has no single environments to wrap: frame_skip, from_pixels, "
                 "wrappers and vector_kwargs need 'sync' or 'async'"
             )
-        return gymnasium.make_vec(name, num_envs, vectorization_mode=mode, **kwargs)
+        with _explains_namespace(name):
+            return gymnasium.make_vec(name, num_envs, vectorization_mode=mode, **kwargs)
     copy_final = False
     same_step = attribute(gymnasium.vector, "AutoresetMode")  # gymnasium 1.0 has one mode and no name for it
     if same_step is not None:
         options.setdefault("autoreset_mode", same_step.SAME_STEP)
         copy_final = same_step(options["autoreset_mode"]) is same_step.SAME_STEP
     wrappers.append(partial(CheckStepValues, observation_key=observation_key, copy_final=copy_final))
-    return gymnasium.make_vec(
-        name, num_envs, vectorization_mode=mode, vector_kwargs=options, wrappers=wrappers, **kwargs
-    )
+    with _explains_namespace(name):
+        return gymnasium.make_vec(
+            name, num_envs, vectorization_mode=mode, vector_kwargs=options, wrappers=wrappers, **kwargs
+        )
 
 
 def _has_entry_point(name: str) -> bool:
@@ -298,13 +299,31 @@ def _has_entry_point(name: str) -> bool:
     if module:
         importlib.import_module(module)
     namespace, base, version = parse_env_id(env_id)
-    version = find_highest_version(namespace, base) if version is None else version
+    with _explains_namespace(env_id):
+        version = find_highest_version(namespace, base) if version is None else version
     spec = gymnasium.registry.get(get_env_id(namespace, base, version))
     return spec is not None and spec.vector_entry_point is not None
 
 
 def _with_render_mode(kwargs: dict[str, Any], from_pixels: bool) -> dict[str, Any]:
     return {**({"render_mode": "rgb_array"} if from_pixels else {}), **kwargs}
+
+
+@contextlib.contextmanager
+def _explains_namespace(name: str) -> Iterator[None]:
+    """Around the making of an environment: an error that its namespace is unknown says how it becomes known."""
+    try:
+        yield
+    except gymnasium.error.NamespaceNotFound as error:
+        package, pip_name = _PACKAGES.get(name.partition("/")[0], ("the_package", "the package that has it"))
+        raise type(error)(
+            f"{error} It is known once its package has been imported: pip install {pip_name}, and "
+            f"GymEnv('{package}:{name}') imports it"
+        ) from error
+
+
+#: Of namespaces of environments: the modules that register them, and their packages.
+_PACKAGES = {"ALE": ("ale_py", "'gymnasium[atari]'")}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._checks import count
 from engram.envs.base import EnvBase, mark_truncated, steps_as
 from engram.envs.codecs import SpaceCodec, SpaceLeaf, flag_of, nest_like, reward_of, space_leaves
 from engram.envs.engines import Array, Autoreset, GymEngine, HasEngines, VectorEngine, VectorStep
@@ -769,6 +770,7 @@ class ParallelEnv(EnvBase):
         target = usable_device(device, "device")  # raises before an environment is created
         if n is None:
             n, num_workers = only_one("n", n, "num_workers", num_workers), None
+        n = count(n, "n")
         if mp_start_method is not None:
             start_method = only_one("start_method", start_method, "mp_start_method", mp_start_method)
         if shutdown_timeout is not None:
@@ -806,13 +808,14 @@ class ParallelEnv(EnvBase):
         return self._stepper.engine
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        if td is None or not self._reads_state():
+        if td is None or not self._supports_set_state:
             return super()._reset_from(td, mask, kwargs)
         assert isinstance(self._stepper, TensorDictStepper)
         fresh = self._stepper.reset_from(td, mask, kwargs)
         return TensorDict(fresh, batch_size=self.batch_size, device=self.device)
 
-    def _reads_state(self) -> bool:
+    @property
+    def _supports_set_state(self) -> bool:
         return self._member_reads_state
 
     def _reset(self, mask: torch.Tensor | None) -> TensorDictBase:
@@ -897,7 +900,7 @@ class _EnvDescription(NamedTuple):
             env.full_done_spec,
             env.state_spec,
             env.action_keys,
-            env._reads_state(),
+            env._supports_set_state,
             None if engine is None else (engine.env.action_space, engine.env.observation_space),
             None if engine is None else (engine.action, engine.leaves),
             env.encoded_spaces(),
@@ -978,9 +981,10 @@ def _connect(
 def _checked_workers(num_workers: int | None, n: int) -> int:
     if num_workers is None:
         return min(n, len(usable_cores()))
-    if not 1 <= num_workers <= n:
+    workers = count(num_workers, "num_workers")
+    if workers > n:
         raise ValueError(f"num_workers must be between 1 and the number of environments, {n}, got {num_workers}")
-    return num_workers
+    return workers
 
 
 def _cores(workers: int, cpus: Sequence[int] | None) -> list[int | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -32,13 +33,16 @@ from tensordict.nn.probabilistic import interaction_type as exploration_type
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
+from engram._advice import advised
 from engram._overrides import overrides
 from engram.envs.action_checks import action_keys
-from engram.pytree import get_entry, set_entry
+from engram.pytree import get_entry, set_entry, to_tensor
 from engram.specs import Composite, Spec
 from engram.specs.torchrl import stack_members
 from engram.transforms.base import IDLE
+from engram.transforms.trajectory import InitTracker
 
+INIT = "is_init"  # the mark of the first step of an episode, as recurrent modules read it
 Call = Callable[[TensorDictBase], TensorDictBase]
 # Options of TensorDictModule, ProbabilisticTensorDictModule and TensorDictSequential that change the result of a call.
 MODULE_OPTIONS = ("method", "method_kwargs", "_kwargs", "_get_kwargs", "_out_to_in_map")
@@ -184,6 +188,7 @@ FLAGS = ("done", "terminated", "truncated")
 TensorDictPolicy = Callable[[TensorDictBase], TensorDictBase]
 
 
+@advised
 class RandomPolicy:
     """A policy that draws random actions from a spec, with torch's global generator.
 
@@ -236,6 +241,43 @@ def written_actions(env: Any) -> list[Any]:
     return ["action"] if all((key if isinstance(key, str) else key[0]) == "action" for key in keys) else keys
 
 
+#: Errors of a policy to which `with_entries` adds what the policy got: a key that it lacks, a size that does not fit.
+INPUT_ERRORS = (KeyError, IndexError, RuntimeError)
+
+
+class MissingEntryError(KeyError):
+    """A KeyError whose text is its message: that of a KeyError is the message's `repr`, with every quote escaped."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def with_entries(error: Exception, td: Mapping[Any, Any] | TensorDictBase) -> Exception:
+    """The same error, which also says what the policy got; one of another class, or that says it, as it is.
+
+    >>> from tensordict import TensorDict
+    >>> with_entries(KeyError("obs"), TensorDict({"observation": torch.zeros(4)}))
+    MissingEntryError("obs. The policy got the entries 'observation': float32 [4]")
+    """
+    said = str(error.args[0]).rstrip(".") if error.args else ""
+    if type(error) not in INPUT_ERRORS or _GOT in said:
+        return error
+    items = td.items(True, True) if isinstance(td, TensorDictBase) else td.items()
+    shown = [f"{key!r}: {_form_of(value)}" for key, value in items]
+    more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
+    kind = MissingEntryError if type(error) is KeyError else type(error)
+    return kind(f"{said}. {_GOT} {', '.join(shown[:_MOST_NAMED])}{more}")
+
+
+def _form_of(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return f"a {type(value).__name__}"
+
+
+_GOT, _MOST_NAMED = "The policy got the entries", 20
+
+
 class ObservationPolicy:
     """A policy from a module or function that maps the tensors under `in_keys` to the action, and to other outputs.
 
@@ -264,7 +306,10 @@ class ObservationPolicy:
 
     def call(self, td: TensorDictBase) -> Any:
         """The module's output for the tensors of `td`."""
-        return self.module(*[td.get(key) for key in self.in_keys])
+        try:
+            return self.module(*[td.get(key) for key in self.in_keys])
+        except INPUT_ERRORS as error:
+            raise with_entries(error, td) from error
 
     def split(self, out: Any) -> tuple[Any, dict[str, Any]]:
         """The action, as the module returned it, and the other outputs.
@@ -384,7 +429,10 @@ class CallablePolicy:
         return self._forms
 
     def __call__(self, td: TensorDictBase) -> TensorDictBase:
-        result = self._call(td)
+        try:
+            result = self._call(td)
+        except INPUT_ERRORS as error:
+            raise with_entries(error, td) from error
         result = td if result is None else result
         if not isinstance(result, TensorDictBase) or any(_is_missing(result, key) for key in self.action_keys):
             kind = f"keys {list(result.keys())}" if isinstance(result, TensorDictBase) else type(result).__name__
@@ -464,7 +512,7 @@ class RecordedActions:
             )
         [(key, spec)] = self._specs.items()
         if not isinstance(action, Tensor):
-            action = torch.as_tensor(action)
+            action = to_tensor(action)
             if action.is_floating_point() == spec.dtype.is_floating_point:
                 action = action.to(spec.dtype)
         return td.set(key, action.to(td.device or action.device, copy=True))
@@ -603,6 +651,42 @@ def _only_observation(env: Any) -> Any:
             "out_keys=['action'])"
         )
     return keys[0]
+
+
+def transforms_of(policy: Any, env: Any) -> list[Any]:
+    """The transforms that modules of a policy (recurrent ones) need, of the library of `env`.
+
+    An `InitTracker` for each mark of first steps that they read and the environment lacks, and their primers.
+    """
+    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
+    makers = [getattr(module, "make_tensordict_primer", None) for module in modules]
+    primers = [make() for make in makers if make is not None]
+    marks = _missing_marks(policy, env)
+    if not marks:
+        return primers
+    root = type(env).__module__.partition(".")[0]
+    tracker: Any = sys.modules["torchrl.envs"].InitTracker if root == "torchrl" else InitTracker
+    return [*(tracker(init_key=key) for key in marks), *primers]
+
+
+def require_first_marks(policy: Any, env: Any) -> None:
+    """Raises KeyError for a policy that reads marks of first steps which the environment does not make."""
+    if marks := _missing_marks(policy, env):
+        raise KeyError(
+            f"the policy reads {marks[0]!r}, which marks the first step of each episode, and this environment does not "
+            f"make it: use TransformedEnv(env, InitTracker({'' if marks[0] == INIT else repr(marks[0])})), or give the "
+            "collector auto_register_policy_transforms=True"
+        )
+
+
+def _missing_marks(policy: Any, env: Any) -> list[Any]:
+    """The keys "is_init", at the root or nested, that a policy reads and the environment's resets do not have."""
+    if not isinstance(policy, nn.Module):
+        return []
+    readers = [policy] if isinstance(policy, TensorDictModuleBase) else policy.modules()
+    keys = [key for module in readers if isinstance(module, TensorDictModuleBase) for key in module.in_keys]
+    marks = list(dict.fromkeys(key for key in keys if key == INIT or (isinstance(key, tuple) and key[-1] == INIT)))
+    return [key for key in marks if key not in observation_keys(env)] if marks else marks
 
 
 def observation_keys(env: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram._advice import advised
+from engram._checks import count
 from engram.envs.base import SPEC_NAMES, EnvBase, own_next, own_reset, steps_as
 from engram.envs.engines import GymEngine, HasEngines
 from engram.envs.from_torchrl import as_env
@@ -48,7 +49,7 @@ class SerialEnv(EnvBase, HasEngines):
         timeout: None = None,
     ) -> None:
         reject_timeout(timeout, "SerialEnv")
-        n = only_one("n", n, "num_workers", num_workers)
+        n = count(only_one("n", n, "num_workers", num_workers), "n")
         make_env = only_one("make_env", make_env, "create_env_fn", create_env_fn)
         place = usable_device(device, "device")  # raises before an environment is created
         envs = [as_env(make(), "SerialEnv") for make in env_makers("SerialEnv", n, make_env, create_env_kwargs)]
@@ -83,15 +84,16 @@ class SerialEnv(EnvBase, HasEngines):
         return engines if all(engine.has_spaces_of(engines[0]) for engine in engines) else None
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        if td is None or not self._reads_state():
+        if td is None or not self._supports_set_state:
             return super()._reset_from(td, mask, kwargs)
         rows = list(zip(self._envs, td.unbind(0), strict=True))
         fresh = [own_reset(env, row, **kwargs) if mask is None or row["_reset"].any() else None for env, row in rows]
         blank = next((one.apply(torch.zeros_like) for one in fresh if one is not None), td[0].exclude("_reset"))
         return torch.stack([blank if one is None else one for one in fresh])  # blank rows are never read
 
-    def _reads_state(self) -> bool:
-        reads: bool = self._envs[0]._reads_state()
+    @property
+    def _supports_set_state(self) -> bool:
+        reads: bool = self._envs[0]._supports_set_state
         return reads
 
     def call_below(self, path: str) -> Any:
@@ -165,8 +167,11 @@ def only_one(name: str, value: Any, alias: str, other: Any) -> Any:
 
 def env_makers(kind: str, n: int, make_env: Any, create_env_kwargs: Any = None) -> list[Callable[[], Any]]:
     """One function for each of `n` environments. Raises ValueError for n < 1, and for a list of another length."""
-    if n < 1:
-        raise ValueError(f"{kind} needs 1 environment or more, got {n}")
+    if not callable(make_env) and not isinstance(make_env, Sequence):
+        raise TypeError(
+            f"{kind} makes its environments itself: give a function that makes one (lambda: gymnasium.make(...)), or "
+            f"{n} of them, got a {type(make_env).__name__}"
+        )
     makers: list[Callable[..., Any]] = [make_env] * n if callable(make_env) else list(make_env)
     if len(makers) != n:
         raise ValueError(f"{kind}({n}, ...) got {len(makers)} callables; give {n}, or a single one")

@@ -20,7 +20,7 @@ from engram.specs import Spec
 from engram.specs.spaces import EncodedSpaces
 from engram.transforms import Compose, Transform
 from engram.transforms.adapters import as_transform
-from engram.transforms.env_specs import FLAGS, EnvSpecs, clone_composite
+from engram.transforms.env_specs import FLAGS, EnvSpecs
 from engram.transforms.roles import Role, warn_if_idle
 
 Self = TypeVar("Self", bound="TransformedEnv")
@@ -150,9 +150,11 @@ class TransformedEnv(PartlyCopied, EnvBase):
 
     def _base_specs(self) -> EnvSpecs:
         base = self._base
-        results = {**base.full_reward_spec.leaves(), **base.full_done_spec.leaves()}
-        grouped: dict[Key, Spec] = {key: spec for key, spec in results.items() if isinstance(key, tuple)}
-        return EnvSpecs(base.observation_spec, base.action_spec, base.reward_spec, base.done_spec, grouped)
+        flags: dict[Key, Spec] = {
+            key: spec for key, spec in base.full_done_spec.leaves().items() if isinstance(key, tuple)
+        }
+        specs = (base.observation_spec, base.action_spec, base.full_reward_spec, base.done_spec)
+        return EnvSpecs(*specs, flags, tuple(base.action_keys))
 
     def _update_specs(self) -> None:
         self._take_specs(self._base)
@@ -176,13 +178,10 @@ class TransformedEnv(PartlyCopied, EnvBase):
         base = self._base
         if specs.action is not base.action_spec:  # specs with several keys do not change
             self.action_spec = specs.action
-        if specs.reward is not base.reward_spec:
-            self.reward_spec = specs.reward
+        if specs.rewards is not base.full_reward_spec:
+            self.full_reward_spec = specs.rewards
         if specs.done is not base.done_spec:
             self.done_spec = specs.done
-        added = {key: spec for key, spec in specs.grouped.items() if self.full_reward_spec.get(key) is None}
-        for key in added.keys() - self.full_done_spec.leaves().keys():
-            self.full_reward_spec = clone_composite(self.full_reward_spec).set(key, added[key])
 
     def encoded_spaces(self) -> EncodedSpaces:
         own, below = super().encoded_spaces(), self._base.encoded_spaces()
@@ -197,14 +196,15 @@ class TransformedEnv(PartlyCopied, EnvBase):
         self._base.set_random_state(state)
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        if td is None or not self._reads_state():
+        if td is None or not self._supports_set_state:
             return super()._reset_from(td, mask, kwargs)
         fresh = own_reset(self._base, td, **kwargs).exclude("_reset")
         blank = TensorDict(batch_size=fresh.batch_size, device=self.device)
         return self._after_reset(blank if mask is None else blank.set("_reset", mask), fresh)
 
-    def _reads_state(self) -> bool:
-        return self._base._reads_state()
+    @property
+    def _supports_set_state(self) -> bool:
+        return self._base._supports_set_state
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         td = TensorDict(batch_size=self.batch_size, device=self.device)

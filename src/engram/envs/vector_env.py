@@ -111,7 +111,9 @@ class VectorStepper:
         idle |= self._drains
         self._drains &= ~fresh
         if shape:
-            reward_column = torch.tensor(np.where(idle.reshape(n, *(1,) * len(shape)), np.float32(0), reward))
+            reward_column = torch.tensor(
+                np.where(idle.reshape(n, *(1,) * len(shape)), np.float32(0), reward), device="cpu"
+            )
         else:
             rewards = narrow_rewards(np.where(idle, 0, reward)[None])
             if rewards.error is not None:
@@ -127,7 +129,7 @@ class VectorStepper:
         self._over = ended & ~idle & ~self._fresh
         if self.marks_idle:
             td.set(IDLE, _column(idle))
-            values[IDLE] = torch.zeros(self.engine.n, 1, dtype=torch.bool)
+            values[IDLE] = torch.zeros(self.engine.n, 1, dtype=torch.bool, device="cpu")
         values["reward"] = reward_column
         values["terminated"] = _column(terminated & ~idle)
         values["truncated"] = _column(truncated | idle)  # tells policies and transforms that a reset follows
@@ -200,4 +202,4 @@ class VectorEnv(EnvBase):
 
 
 def _column(values: Array) -> Tensor:
-    return torch.tensor(values).reshape(-1, 1)
+    return torch.tensor(values, device="cpu").reshape(-1, 1)

@@ -1,5 +1,6 @@
 """Behind a buffer: reading batches, adapters of users' parts, looks at stored rows, time steps without an index."""
 
+from engram._arguments import describe
 from engram.data.replay_buffers.buffers.rebuild import saved_storage
 from engram.data.replay_buffers.buffers.stats import stored_trajectories
 from engram.data.replay_buffers.reading.reader import Member
@@ -19,6 +20,7 @@ __all__ = [
     "append_step",
     "as_sampler",
     "as_writer",
+    "describe",
     "mark_rows",
     "read_leaves",
     "read_n_steps",

@@ -32,6 +32,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram._copies import MadeAnew, passing_fds
+from engram._packages import packages
 from engram.errors import WorkerError
 from engram.processes.timeouts import CallTimer
 from engram.pytree import SIGNED
@@ -217,7 +218,7 @@ class Worker:
         self.name = name
         self._owner = os.getpid()
         self._connection, theirs = context.Pipe()
-        self.seed = int(torch.randint(2**31, ())) if seed is None else seed
+        self.seed = int(torch.randint(2**31, (), device="cpu")) if seed is None else seed
         self._worker_wakeup, self.wakeup = EventFd(), EventFd()
         self.clock = clock
         main_args = (
@@ -402,10 +403,8 @@ def _packed(message: Any) -> tuple[bytes, list[int]]:
 
 def _cloudpickle() -> Any:
     """The cloudpickle package; an ImportError says how to get it."""
-    try:
+    with packages("a worker process", "engram[workers]", cloudpickle="cloudpickle"):
         import cloudpickle
-    except ImportError as error:
-        raise ImportError('worker processes need cloudpickle: pip install "engram[workers]"') from error
     return cloudpickle
 
 

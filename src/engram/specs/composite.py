@@ -354,7 +354,9 @@ class Composite(Spec):
         each = {key: spec.enumerate(use_mask) for key, spec in self._specs().items()}
         if not each:
             return self._dict({}, ())
-        numbers = torch.cartesian_prod(*(torch.arange(len(values)) for values in each.values())).reshape(-1, len(each))
+        numbers = torch.cartesian_prod(*(torch.arange(len(values), device="cpu") for values in each.values())).reshape(
+            -1, len(each)
+        )
         columns = zip(each.items(), numbers.unbind(-1), strict=True)
         return self._dict({key: values[number] for (key, values), number in columns}, (len(numbers),))
 

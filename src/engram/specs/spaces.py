@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engram._checks import attribute
+from engram._packages import packages
 from engram.pytree import KeyPath
 from engram.specs.composite import Composite
 from engram.specs.tensors import (
@@ -86,7 +87,9 @@ def _require_distinct_names(space: Any) -> None:
 
 def _box(space: Any, categorical: bool) -> Spec:
     try:
-        low, high = (torch.tensor(end.astype(space.dtype.type)) for end in (space.low, space.high))  # native byte order
+        low, high = (
+            torch.tensor(end.astype(space.dtype.type), device="cpu") for end in (space.low, space.high)
+        )  # native byte order
     except TypeError as error:
         raise TypeError(
             f"a Box of {space.dtype} has no tensor form, as torch has no such numbers; give it another dtype by a "
@@ -170,10 +173,8 @@ def space_from_spec(spec: Spec) -> Any:
 
 
 def _gymnasium_spaces() -> Any:
-    try:
+    with packages("space_from_spec", "engram[gym]", gymnasium="gymnasium"):
         from gymnasium import spaces
-    except ImportError as error:
-        raise ImportError('space_from_spec needs gymnasium: pip install "engram[gym]"') from error
     return spaces
 
 

@@ -14,6 +14,7 @@ import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._advice import advised
 from engram.pytree import Key
 from engram.specs.composite import Composite
 from engram.specs.tensors import Bounded, Spec, as_device, as_sizes, shape_after
@@ -105,7 +106,7 @@ def _restacked(
         n_new = len(shape_after(shape[:ndim], change))
         return stack_specs([one.with_batch(ndim, change) for one in specs], dim + n_new - ndim)
     n, batch = len(specs), shape[:ndim]
-    number = torch.arange(n).reshape([n if i == dim else 1 for i in range(ndim)]).expand(batch)
+    number = torch.arange(n, device="cpu").reshape([n if i == dim else 1 for i in range(ndim)]).expand(batch)
     members = change(number)  # which member each place of the result belongs to
 
     def changed(tensor: Tensor) -> Tensor:
@@ -131,6 +132,7 @@ def _select(dim: int, i: int, tensor: Tensor) -> Tensor:
     return tensor.select(dim, i)
 
 
+@advised
 class Stacked(Spec):
     """Leaf specs that differ, stacked along `dim`; `shape` is -1 where theirs differ, `specs` has the members.
 

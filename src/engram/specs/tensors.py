@@ -16,6 +16,7 @@ from torch.nn.functional import one_hot
 from engram._advice import advised
 from engram._providers import PROVIDERS
 from engram.errors import OutsideSpecError
+from engram.pytree import to_tensor
 from engram.specs.torchrl import torchrl_spec
 
 Self = TypeVar("Self", bound="Spec")
@@ -79,7 +80,7 @@ def require_expandable(shape: torch.Size, new: torch.Size, n_batch: int) -> None
 
 def shape_after(shape: Sequence[int], change: Callable[[Tensor], Tensor]) -> torch.Size:
     """The shape of `change(tensor)` for a tensor of `shape`."""
-    return change(torch.empty(()).expand(tuple(shape))).shape
+    return change(torch.empty((), device="cpu").expand(tuple(shape))).shape
 
 
 @advised
@@ -362,11 +363,11 @@ class LeafTensorSpec(Spec):
         return self._draw(torch.Size((*shape, *self.shape))).to(self.dtype)
 
     def zero(self, shape: Sequence[int] = ()) -> Tensor:
-        return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device)
+        return torch.zeros((*shape, *self.shape), dtype=self.dtype, device=self.device or "cpu")
 
     def is_in(self, val: Any) -> bool:
         fits = isinstance(val, Tensor) and val.dtype == self.dtype and self.has_shape(val)
-        return fits and bool(torch.as_tensor(self._inside(val)).all())
+        return fits and bool(to_tensor(self._inside(val)).all())
 
     def type_check(self, value: Any, selected_keys: Any = None) -> None:
         if value.dtype != self.dtype:
@@ -387,7 +388,7 @@ class LeafTensorSpec(Spec):
         return val if self.is_in(val) else self._nearest(val).to(self.dtype)
 
     def one(self, shape: Sequence[int] = ()) -> Tensor:
-        return torch.ones((*shape, *self.shape), dtype=self.dtype, device=self.device)
+        return torch.ones((*shape, *self.shape), dtype=self.dtype, device=self.device or "cpu")
 
     def cardinality(self) -> int | float:
         return float("inf")
@@ -402,7 +403,7 @@ class LeafTensorSpec(Spec):
         return self._rebuilt(**{k: v.clone() for k, v in self.domain_arguments().items() if isinstance(v, Tensor)})
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
-        tensor = val if isinstance(val, Tensor) else torch.as_tensor(np.asarray(val))
+        tensor = val if isinstance(val, Tensor) else to_tensor(np.asarray(val))
         encoded = tensor.to(device=None if ignore_device else self.device, dtype=self.dtype)
         is_rounded = tensor.is_floating_point() and encoded.is_floating_point()
         is_same = (
@@ -533,6 +534,7 @@ def ordered_limits(dtype: torch.dtype) -> tuple[int, int]:
     return (LOWEST, HIGHEST) if dtype is torch.uint64 else (info.min, info.max)
 
 
+@advised
 class Unbounded(LeafTensorSpec):
     """Any value of the dtype; draws are normal for floats, uniform over the dtype for integers and booleans.
 
@@ -553,14 +555,18 @@ class Unbounded(LeafTensorSpec):
             low, high = 0, 1
         else:
             low, high = torch.iinfo(self.dtype).min, torch.iinfo(self.dtype).max
-        ends = (torch.full((), end, dtype=self.dtype, device=self.device).expand(self.shape) for end in (low, high))
+        ends = (
+            torch.full((), end, dtype=self.dtype, device=self.device or "cpu").expand(self.shape) for end in (low, high)
+        )
         return ContinuousBox(*ends)
 
     def _draw(self, shape: torch.Size) -> Tensor:
         if self.dtype.is_floating_point:
-            return torch.randn(shape, dtype=self.dtype, device=self.device)
+            return torch.randn(shape, dtype=self.dtype, device=self.device or "cpu")
         low, high = ordered_limits(self.dtype)
-        return from_ordered_int64(torch.randint(low, min(high + 1, HIGHEST), shape, device=self.device), self.dtype)
+        return from_ordered_int64(
+            torch.randint(low, min(high + 1, HIGHEST), shape, device=self.device or "cpu"), self.dtype
+        )
 
     def _inside(self, value: Tensor) -> bool:
         return True
@@ -571,6 +577,7 @@ class Unbounded(LeafTensorSpec):
         return from_ordered_int64(as_ordered_int64(value, self.dtype).clamp(*ordered_limits(self.dtype)), self.dtype)
 
 
+@advised
 class Bounded(LeafTensorSpec):
     """Values in `[low, high]`, both ends included; one or both may be infinite.
 
@@ -590,8 +597,7 @@ class Bounded(LeafTensorSpec):
         device: Device = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        lowest = torch.as_tensor(low, dtype=dtype, device=device)
-        highest = torch.as_tensor(high, dtype=dtype, device=device)
+        lowest, highest = (to_tensor(end, dtype).to(device) for end in (low, high))
         common = np.broadcast_shapes(lowest.shape, highest.shape) if shape is None else as_shape(shape)
         super().__init__(common, device, dtype)
         self.low, self.high = lowest.expand(self.shape), highest.expand(self.shape)
@@ -615,7 +621,7 @@ class Bounded(LeafTensorSpec):
 
     def _draw(self, shape: torch.Size) -> Tensor:
         low, high = (end.double() for end in self._ends)
-        uniform = torch.rand(shape, dtype=torch.float64, device=self.device)
+        uniform = torch.rand(shape, dtype=torch.float64, device=self.device or "cpu")
         if not self.dtype.is_floating_point:
             number = (low + uniform * (high - low + 1)).floor().clamp(LOWEST, 2.0**63 - 1024).long()
             return from_ordered_int64(self._clamped(number), self.dtype)
@@ -769,7 +775,7 @@ class ChoiceSpec(LeafTensorSpec):
     def _draw(self, shape: torch.Size) -> Tensor:
         batch = shape[: len(shape) - self.domain_ndim]
         if self.mask is None:
-            drawn = [torch.randint(n, batch, device=self.device) for n in self.nvec]
+            drawn = [torch.randint(n, batch, device=self.device or "cpu") for n in self.nvec]
         else:
             weights = [part.float().expand(*batch, -1) for part in self._parts(self.mask)]
             drawn = [torch.multinomial(each.reshape(-1, each.shape[-1]), 1).reshape(batch) for each in weights]
@@ -808,7 +814,7 @@ class ChoiceSpec(LeafTensorSpec):
         return self._rebuilt(shape=shape, mask=_with_batch(self.mask, ndim, change))
 
     def enumerate(self, use_mask: bool = False) -> Tensor:
-        choices = torch.cartesian_prod(*(torch.arange(n, device=self.device) for n in self.nvec))
+        choices = torch.cartesian_prod(*(torch.arange(n, device=self.device or "cpu") for n in self.nvec))
         choices = choices.reshape(-1, len(self.nvec))
         if use_mask and self.mask is not None:
             rows = self.mask.reshape(-1, self.mask.shape[-1])
@@ -831,6 +837,7 @@ def _as_nvec(nvec: Any) -> tuple[int, ...]:
     return numbers
 
 
+@advised
 class Categorical(ChoiceSpec):
     """Integers in `[0, n)`, without those that `mask`, bool `[*shape, n]`, forbids.
 
@@ -861,7 +868,7 @@ class Categorical(ChoiceSpec):
     def _draw(
         self, shape: torch.Size
     ) -> Tensor:  # of each step of a random policy: the general way costs twice as much
-        return torch.randint(self.n, shape, device=self.device) if self.mask is None else super()._draw(shape)
+        return torch.randint(self.n, shape, device=self.device or "cpu") if self.mask is None else super()._draw(shape)
 
     def numbers_of(self, value: Tensor) -> Tensor:
         return value.long().unsqueeze(-1)
@@ -907,6 +914,7 @@ class Categorical(ChoiceSpec):
         return self
 
 
+@advised
 class Binary(Categorical):
     """Vectors of `n` zeros and ones: shape `[..., n]`.
 
@@ -1044,7 +1052,7 @@ class _OneHotVectors(ChoiceSpec):
 
         Raises torch's RuntimeError for integers out of range.
         """
-        choice = torch.as_tensor(val, device=None if ignore_device else self.device)
+        choice = to_tensor(val).to(None if ignore_device else self.device)
         return self.values_of(choice.long()).to(self.dtype)
 
     def decode(self, value: Tensor) -> Tensor:
@@ -1119,11 +1127,11 @@ class OneHot(_OneHotVectors):
     def _draw(self, shape: torch.Size) -> Tensor:  # as that of `Categorical`
         if self.mask is not None:
             return super()._draw(shape)
-        return self.encode(torch.randint(self.n, shape[:-1], device=self.device))
+        return self.encode(torch.randint(self.n, shape[:-1], device=self.device or "cpu"))
 
     def encode(self, val: Any, *, ignore_device: bool = False) -> Tensor:
         """One-hot vectors `[..., n]` of the spec's dtype from integers `[...]`; RuntimeError for those out of range."""
-        choice = torch.as_tensor(val, device=None if ignore_device else self.device)
+        choice = to_tensor(val).to(None if ignore_device else self.device)
         blank = torch.zeros((*choice.shape, self.n), dtype=self.dtype, device=choice.device)
         return blank.scatter_(-1, choice.long().unsqueeze(-1), 1)
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engram._advice import advised
 from engram.specs.tensors import Device, LeafTensorSpec, Unbounded, as_shape
 
 Array = np.ndarray[Any, Any]
@@ -54,6 +55,7 @@ def text_of_bytes(row: Array) -> str:
 _LETTERS = string.ascii_letters + string.digits + " "
 
 
+@advised
 class Text(LeafTensorSpec):
     """Texts of at most `width` bytes in UTF-8: uint8 `[..., width]`, zeros after the end of a text.
 
@@ -114,11 +116,11 @@ class Text(LeafTensorSpec):
 
     def _draw(self, shape: torch.Size) -> Tensor:
         count, longest = shape[:-1].numel(), self.max_length
-        drawn = torch.zeros((count, self.width), dtype=torch.uint8)
+        drawn = torch.zeros((count, self.width), dtype=torch.uint8, device="cpu")
         if longest:
             letters = np.array(list(_LETTERS if self.charset is None else self.charset))
-            texts = letters[torch.randint(len(letters), (count, longest)).numpy()]
-            length = torch.randint(self.min_length, longest + 1, (count, 1)).numpy()
+            texts = letters[torch.randint(len(letters), (count, longest), device="cpu").numpy()]
+            length = torch.randint(self.min_length, longest + 1, (count, 1), device="cpu").numpy()
             texts[np.arange(longest) >= length] = ""
             for row, text in zip(drawn.numpy(), texts.view(f"U{longest}")[:, 0].tolist(), strict=True):
                 row[:] = bytes_of_text(text, self.width)

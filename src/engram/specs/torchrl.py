@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from engram.pytree import to_tensor
+
 _REGISTRY_MODULE = "torchrl.data.utils"  # holds the registry, and imports TorchRL's specs itself
 _OWN_CLASSES: dict[str, Any] = {}  # by the names that they have in TorchRL, too
 
@@ -136,7 +138,7 @@ def spec_from_torchrl(spec: Any) -> Any:
     if isinstance(spec, theirs.MultiOneHot):
         return kinds["MultiOneHot"](list(spec.nvec), **place, **mask)
     if isinstance(spec, theirs.MultiCategorical):
-        nvec = torch.as_tensor(spec.nvec).reshape(-1, width)[0].tolist()
+        nvec = to_tensor(spec.nvec).reshape(-1, width)[0].tolist()
         return kinds["MultiCategorical"](nvec, **place, **mask)
     if isinstance(spec, theirs.Categorical) and spec.space.n >= 1:
         return kinds["Categorical"](spec.space.n, **place, **mask)

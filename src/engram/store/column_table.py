@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engram import pytree
+from engram.pytree import to_tensor
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, ObservationKeys, RowLayout, StoredLayout
@@ -65,7 +66,7 @@ class ColumnTable:
     ) -> tuple[int, list[Tensor]]:
         """The data are leaves `[time, *envs, ...]` on the columns' device."""
         if extra is not None:
-            batch = pytree.with_entry(batch, extra[0], torch.as_tensor(extra[1]))
+            batch = pytree.with_entry(batch, extra[0], to_tensor(extra[1]))
         leaves = self.layout.fitting(batch, batch_dims)
         if batch_dims == 0 or time_dim < 0:
             leaves = [t.unsqueeze(0) for t in leaves]
@@ -107,8 +108,10 @@ class ColumnTable:
             self._incarnation = store.incarnation
             looked, agreed = store.border_evidence(0)
             border.restore(agreed)
-            rows = torch.arange(max(lane["first"], min(looked, published - 1), published - LOOK_BACK), published)
-            cut = torch.isin(rows[1:], torch.tensor(store.seams(0), dtype=torch.int64))
+            rows = torch.arange(
+                max(lane["first"], min(looked, published - 1), published - LOOK_BACK), published, device="cpu"
+            )
+            cut = torch.isin(rows[1:], torch.tensor(store.seams(0), dtype=torch.int64, device="cpu"))
             border.learn_all(self._columns, (rows % capacity).to(self._device), cut.to(self._device).unsqueeze(1))
         if published > lane["first"]:
             newest = [column[(published - 1) % capacity] for column in self._columns]
@@ -173,7 +176,7 @@ class ColumnTable:
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        slots = torch.arange(start, stop) % self._lanes.store.lane_capacity
+        slots = torch.arange(start, stop, device="cpu") % self._lanes.store.lane_capacity
         out = np.empty((self._lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
             rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.envs, *x.shape)
@@ -188,7 +191,9 @@ class ColumnTable:
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows from a sequence on."""
-        slots = (torch.arange(start, start + rows.shape[1]) % self._lanes.store.lane_capacity).to(self._device)
+        slots = (torch.arange(start, start + rows.shape[1], device="cpu") % self._lanes.store.lane_capacity).to(
+            self._device
+        )
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
             if not x.nbytes:  # arrays without elements have strides that views refuse
                 continue

@@ -329,7 +329,7 @@ def _are_same(a: Tensor, b: Tensor) -> Tensor:
     """Of each of n rows whether all bytes are the same: bool [n]."""
     n = len(a)
     if a.numel() == 0:
-        return torch.ones(n, dtype=torch.bool)
+        return torch.ones(n, dtype=torch.bool, device="cpu")
     left, right = (_as_integers(t).numpy() for t in (a, b))
     return torch.from_numpy((left == right).reshape(n, -1).all(1))  # by NumPy: no threads of torch to wait for
 

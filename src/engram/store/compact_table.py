@@ -13,6 +13,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.errors import StorageError
+from engram.pytree import to_tensor
 from engram.store.compact import NO_REPLACING
 from engram.store.lanes import Lanes
 from engram.store.layout import StoredLayout
@@ -90,7 +91,7 @@ class CompactTable(RowTable):
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
         envs = self._store.envs
-        rows = torch.as_tensor(expand_slots(slots, envs))
+        rows = to_tensor(expand_slots(slots, envs))
         values: Tensor = self.read_leaves(rows, (path,)).batch[0]
         lead = (len(slots), envs) if envs > 1 else (len(slots),)
         return values.reshape(*lead, *values.shape[1:])
@@ -118,8 +119,8 @@ class CompactTable(RowTable):
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         s = self._store
-        times = torch.arange(start, stop) % s.lane_capacity + lane * s.lane_capacity
-        slots = times * s.envs + torch.arange(s.envs).unsqueeze(1)
+        times = torch.arange(start, stop, device="cpu") % s.lane_capacity + lane * s.lane_capacity
+        slots = times * s.envs + torch.arange(s.envs, device="cpu").unsqueeze(1)
         rows: Any = self.read_packed(slots.reshape(-1)).batch[0]
         block: np.ndarray[Any, Any] = rows.numpy().reshape(s.envs, stop - start, self.layout.payload_bytes)
         return block

@@ -14,13 +14,15 @@ from torch import Tensor
 
 import engram._native as _native
 from engram._copies import PartlyCopied
-from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key
+from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key, to_tensor
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 from engram.store.row_form import DONE, IDS
 from engram.store.row_table import NativeRows
 
 _FLAGS = (torch.bool, torch.uint8, torch.int8)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INT64 = 8  # bytes
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
@@ -72,9 +74,9 @@ class EpisodeIndex(PartlyCopied):
     Args:
         end_key: flags, one a step.
         end_keys: several of them instead, each of which ends a trajectory; those that the steps lack are left out.
-        traj_key: ids of any integer dtype, one a step. None: `("collector", "traj_ids")` or `"episode"` where there is
-            one of them and `end_key` is not changed; else `end_key` decides. Where the steps lack the ids that are
-            named here, the flags decide, too, and a warning says so.
+        traj_key: ids of any integer dtype, or floats that are whole numbers, one a step. None: `("collector",
+            "traj_ids")` or `"episode"` where there is one of them and `end_key` is not changed; else `end_key` decides.
+            Where the steps lack the ids that are named here, the flags decide, too, and a warning says so.
         ends, trajectories: flags or ids of a dataset that does not change, in the order of the storage (`[time]`, with
             ndim=2 `[time, envs]`), instead of keys.
 
@@ -201,7 +203,7 @@ class EpisodeIndex(PartlyCopied):
     def trajectories(self, steps: StepSource) -> StoredTrajectories:
         """Every stored trajectory."""
         if self._of(steps) is None:
-            return StoredTrajectories(*(torch.empty(0, dtype=torch.int64) for _ in range(4)))
+            return StoredTrajectories(*(torch.empty(0, dtype=torch.int64, device="cpu") for _ in range(4)))
         return StoredTrajectories(*self._query(steps, "trajectories"))
 
     def trajectories_and_rows(self, steps: StepSource) -> tuple[StoredTrajectories, list[range]]:
@@ -245,8 +247,9 @@ class EpisodeIndex(PartlyCopied):
             return _Indexed(ref, lanes, index, _GivenSteps(self._given, lanes), steps.mutex)
         by_id, leaves = self._leaves(steps)
         leaf = leaves[0]
-        offset = steps.native.offset(leaf.path) if len(leaves) == 1 else None
-        index = _native.Episodes(by_id, offset, leaf.itemsize)
+        is_float = leaf.dtype.is_floating_point  # which must be looked at: the native core compares bytes
+        offset = steps.native.offset(leaf.path) if len(leaves) == 1 and not is_float else None
+        index = _native.Episodes(by_id, offset, _INT64 if is_float else leaf.itemsize)
         if offset is not None:
             return _Indexed(ref, lanes, index, None, contextlib.nullcontext())
         # Storages without packed rows count a step before they hold it: under their mutex both agree.
@@ -258,7 +261,7 @@ class EpisodeIndex(PartlyCopied):
         for path in ids if self.traj_key is None else (self.traj_key,):
             leaf = steps.leaf(path)
             if leaf is not None:
-                return True, [_checked(leaf, _INTEGERS, "a trajectory id is an integer")]
+                return True, [_checked(leaf, (*_INTEGERS, *_FLOATS), "a trajectory id is an integer")]
         end_keys = self.end_keys or ((self.end_key,) if self.end_key is not None else ())
         flags = [leaf for leaf in map(steps.leaf, end_keys) if leaf is not None]
         named = " or ".join(map(format_key, end_keys))
@@ -301,10 +304,10 @@ class _StorageSteps:
         self._capacity, self._envs = store.lane_capacity, store.envs
 
     def __call__(self, lane: int, start: int, stop: int) -> Any:
-        slots = lane * self._capacity + torch.arange(start, stop) % self._capacity
+        slots = lane * self._capacity + torch.arange(start, stop, device="cpu") % self._capacity
         values = [self._steps().column(path, slots).reshape(stop - start, self._envs) for path in self._paths]
         if len(values) == 1:
-            return _as_array(values[0])
+            return _as_array(_whole(values[0], format_key(self._paths[0])))
         return _as_array(torch.stack([value != 0 for value in values]).any(0))
 
 
@@ -345,10 +348,23 @@ def _checked(leaf: LeafSpec, dtypes: tuple[torch.dtype, ...], rule: str) -> Leaf
 def _per_step(given: Tensor | None, ids: bool) -> Tensor | None:
     if given is None:
         return None
-    given = torch.as_tensor(given).detach().cpu()
+    given = to_tensor(given).detach().cpu()
+    if ids:
+        given = _whole(given, "trajectories")
     if given.dtype not in (_INTEGERS if ids else _FLAGS):
         raise ValueError(f"{'trajectories are integers' if ids else 'ends are bools'}, got {given.dtype}")
     return given.clone()
+
+
+def _whole(values: Tensor, what: str) -> Tensor:
+    """Ids; floats as int64. ValueError where one of them is no whole number."""
+    if not values.is_floating_point():
+        return values
+    whole = values.to(torch.int64)
+    wrong = values[whole.to(values.dtype) != values]
+    if len(wrong):
+        raise ValueError(f"{what} has {wrong[0].item()}; a trajectory id is a whole number, the same in all its steps")
+    return whole
 
 
 def _as_array(values: Tensor) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram.errors import is_masked
+from engram.pytree import to_tensor
 from engram.store.lanes import Lanes
 
 _T = TypeVar("_T")
@@ -39,6 +40,16 @@ def stored_slots(store: _native.Store) -> Tensor:
     walk = _native.EpochWalk(store, 0, False, ranges)
     slots, _ = walk.take(store, 0, len(walk))
     return slots
+
+
+def last_of_each(slots: Tensor) -> Tensor | None:
+    """Where each slot is named for the last time: bool [n]; None where none is named twice."""
+    last = {slot: k for k, slot in enumerate(slots.tolist())}
+    if len(last) == len(slots):
+        return None
+    mask = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
+    mask[list(last.values())] = True
+    return mask
 
 
 def look_again(store: _native.Store, look: Callable[[], _T]) -> _T:
@@ -109,16 +120,16 @@ def _one_dimension(store: _native.Store, index: Any) -> Selection | None:
         i = operator.index(index)
         if i >= 0:
             _check_written(store, i)
-            return Selection(torch.tensor([i]), ())
+            return Selection(torch.tensor([i], device="cpu"), ())
         return None
     if isinstance(index, range):
-        index = torch.tensor(list(index), dtype=torch.int64)
+        index = torch.tensor(list(index), dtype=torch.int64, device="cpu")
     elif isinstance(index, list | np.ndarray):
         index = _listed(index)
     if isinstance(index, Tensor) and index.dtype != torch.bool:
         if index.dtype.is_floating_point or index.dtype.is_complex:
             if index.numel() == 0:
-                return Selection(torch.empty(0, dtype=torch.int64), tuple(index.shape))
+                return Selection(torch.empty(0, dtype=torch.int64, device="cpu"), tuple(index.shape))
             raise IndexError(f"indices must be integers or bools, found {index.dtype}")
         index = index.cpu().to(torch.int64)
         if index.numel() and int(index.min()) < 0:
@@ -138,7 +149,7 @@ def _listed(index: Any) -> Tensor:
     """A list or array of indices as a tensor; an empty one is one of integers."""
     try:
         array = np.asarray(_whole(index))
-        return torch.as_tensor(array if array.size or array.dtype == np.bool_ else array.astype(np.int64))
+        return to_tensor(array if array.size or array.dtype == np.bool_ else array.astype(np.int64))
     except (TypeError, ValueError, OverflowError) as error:
         raise IndexError(f"{index!r:.80} is no list of indices: {error}") from None
 
@@ -157,7 +168,7 @@ def tensor_of(index: Any) -> Tensor:
         IndexError: it is no index.
     """
     try:
-        return torch.as_tensor(_whole(index), dtype=torch.int64 if type(index) is list and not index else None)
+        return to_tensor(_whole(index), dtype=torch.int64 if type(index) is list and not index else None)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise IndexError(
             f"an index is an integer, or a tensor, array or list of integers, found a {type(index).__name__}: "
@@ -168,7 +179,7 @@ def tensor_of(index: Any) -> Tensor:
 def _check_written(store: _native.Store, slot: int) -> None:
     if slot >= store.lanes * store.lane_capacity * store.envs:
         raise unwritten(store, slot, IndexError)
-    if int(store.generations(torch.tensor([slot]))[0]) < 0:
+    if int(store.generations(torch.tensor([slot], device="cpu"))[0]) < 0:
         raise unwritten(store, slot)
 
 
@@ -193,7 +204,7 @@ def _torch_index(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(_torch_index(i) for i in index)
     if isinstance(index, range):
-        return torch.tensor(list(index), dtype=torch.int64)
+        return torch.tensor(list(index), dtype=torch.int64, device="cpu")
     if isinstance(index, list | np.ndarray):
         return _listed(index)
     return index.cpu() if isinstance(index, Tensor) else index

@@ -61,6 +61,7 @@ class ItemCodec(NamedTuple):
         read: a new item of what was kept.
         nbytes: the bytes of what is kept.
         collate: a batch of a list of items.
+        joins: whether items that are read by an index that is no int are collated, too; else they are a list.
     """
 
     copy: Callable[[Any], Any] = clone
@@ -70,6 +71,7 @@ class ItemCodec(NamedTuple):
     read: Callable[[Any], Any] | None = None
     nbytes: Callable[[Any], int] = count_bytes
     collate: Callable[[list[Any]], Any] = collate_items
+    joins: bool = False
 
 
 def _itself(item: Any) -> Any:
@@ -224,7 +226,7 @@ class ItemTable(Table):
         if not PackedItems.can_hold(first):
             return None
         if index_key is not None:
-            first = _with_index(first, index_key, torch.zeros((), dtype=torch.int64))
+            first = _with_index(first, index_key, torch.zeros((), dtype=torch.int64, device="cpu"))
         try:
             return PackedItems(first, self._lanes)
         except (ValueError, TypeError):
@@ -413,7 +415,10 @@ class ItemTable(Table):
 
     def of_selection(self, rows: Rows, selection: Selection) -> Rows:
         rows = self.own(rows, selection.slots)
-        return Rows(rows.batch[0] if selection.shape == () else rows.batch, absent=rows.absent)
+        if selection.shape == ():
+            return Rows(rows.batch[0], absent=rows.absent)
+        joins = self.codec.joins and rows.absent is None and len(rows.batch) > 0
+        return Rows(self.codec.collate(rows.batch) if joins else rows.batch, absent=rows.absent)
 
     def own(self, rows: Rows, slots: Tensor) -> Rows:
         """Items that were just read, for a caller who may change them; those of packed rows are new anyhow."""
@@ -872,7 +877,7 @@ def _with_kept(stored: Any, item: Any, kept: frozenset[KeyPath]) -> Any:
 
 def _own_sequences(sequences: dict[int, int], slots: Tensor) -> Tensor:
     """The sequences that the items in these slots carry: int64 [n]."""
-    return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64)
+    return torch.tensor([sequences.get(slot, 0) for slot in slots.tolist()], dtype=torch.int64, device="cpu")
 
 
 def _with_index(item: Any, key: str, slot: Tensor) -> Any:

@@ -209,7 +209,7 @@ class Lanes:
         head = self.store.log_head
         if not head:
             return []
-        slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64)
+        slots = torch.tensor(self.store.log(max(0, head - _native.LOG_ENTRIES)), dtype=torch.int64, device="cpu")
         lane_slots = self.store.lane_capacity * self.envs
         sequences = self.store.generations(slots).tolist()
         return [(slot // lane_slots, w) if w >= 0 else None for slot, w in zip(slots.tolist(), sequences, strict=True)]

@@ -24,7 +24,7 @@ from engram.store.row_form import following_paths, packed_offsets, stored_offset
 
 def _lazy_mask() -> int:
     """The bits of a dispatch key set that negative and conjugate views have and other tensors have not."""
-    plain = torch.zeros(1, dtype=torch.complex64)
+    plain = torch.zeros(1, dtype=torch.complex64, device="cpu")
     views = (plain.conj(), plain.conj().imag)
     usual = torch._C._dispatch_keys(plain).raw_repr()
     return sum({torch._C._dispatch_keys(v).raw_repr() & ~usual for v in views})
@@ -87,12 +87,13 @@ def use_dispatch_keys() -> bool:
     """Has the native core look at the dispatch keys of tensors itself; False: it cannot find them in this torch."""
     if not _LAZY_MASK:
         return False
-    numbers, complex_numbers = torch.zeros(3), torch.zeros(2, dtype=torch.complex64)
+    numbers, complex_numbers = torch.zeros(3, device="cpu"), torch.zeros(2, dtype=torch.complex64, device="cpu")
     with torch.inference_mode():
-        inference = torch.zeros(2)
+        inference = torch.zeros(2, device="cpu")
     tensors = [
-        numbers, numbers[1:], numbers.detach(), torch.zeros(2, requires_grad=True), torch.zeros(0), inference,
-        torch.zeros(2, 3, dtype=torch.int64).T, torch.from_numpy(np.zeros(2)), complex_numbers, complex_numbers.conj(),
+        numbers, numbers[1:], numbers.detach(), torch.zeros(2, requires_grad=True, device="cpu"),
+        torch.zeros(0, device="cpu"), inference, torch.zeros(2, 3, dtype=torch.int64, device="cpu").T,
+        torch.from_numpy(np.zeros(2)), complex_numbers, complex_numbers.conj(),
         complex_numbers.conj().imag, torch.view_as_real(complex_numbers), torch._neg_view(numbers),
     ]  # fmt: skip
     keys = [torch._C._dispatch_keys(t).raw_repr() for t in tensors]
@@ -760,7 +761,7 @@ def _same_as_public() -> bool:
     tree = ("td", (("a", ("leaf", 0)),), ())
     codec = _native.Codec([leaf], tree, TensorDict, _template(), torch.Size, np.ndarray, np.generic)
     store = _native.Store.create(-1, 1, 4, 1, 8, 8, False, b"", bytes(16))
-    data = TensorDict({"a": torch.arange(6.0).reshape(3, 2)}, batch_size=[3], device=_CPU)
+    data = TensorDict({"a": torch.arange(6.0, device="cpu").reshape(3, 2)}, batch_size=[3], device=_CPU)
     plan = codec.check(data, 1, 0)
     if plan is None:
         return False
@@ -800,7 +801,7 @@ def _number(value: Any, tensor: Tensor, leaf: LeafSpec) -> Tensor:
                 raise ValueError(
                     f"{pytree.format_key(leaf.path)} is {leaf.dtype} in this storage, which {value} does not fit"
                 )
-        return torch.tensor(value, dtype=leaf.dtype)
+        return torch.tensor(value, dtype=leaf.dtype, device="cpu")
     if isinstance(value, float | int) and leaf.dtype.is_floating_point:
-        return torch.tensor(value, dtype=leaf.dtype)
+        return torch.tensor(value, dtype=leaf.dtype, device="cpu")
     return tensor

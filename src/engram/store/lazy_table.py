@@ -19,7 +19,7 @@ from engram import pytree
 from engram._copies import share_fd
 from engram._text import warn_user
 from engram.errors import StorageError
-from engram.pytree import KeyPath, TreeSpec
+from engram.pytree import KeyPath, TreeSpec, to_tensor
 from engram.store.column_table import ColumnTable
 from engram.store.compact import (
     NO_REPLACING,
@@ -510,7 +510,7 @@ class OwnIndex:
 
     def of_items(self, index: Tensor | int) -> Tensor:
         """The index of each item, repeated for its steps where items have batch dimensions of their own."""
-        at = torch.as_tensor(index)
+        at = to_tensor(index)
         return pytree.repeat_per_step(at, at.ndim - (self._ndim > 1), self._within) if self._within else at
 
 

@@ -52,8 +52,8 @@ def read_n_steps(
     if bool((first < 0).any()):
         raise unwritten(store, int(slots[first < 0][0]))
     lane, env = slots // (store.lane_capacity * envs), slots % envs
-    newest = torch.tensor([counters["published"] - 1 for counters in lanes.counters()])[lane]
-    ahead = torch.arange(steps)
+    newest = torch.tensor([counters["published"] - 1 for counters in lanes.counters()], device="cpu")[lane]
+    ahead = torch.arange(steps, device="cpu")
     sequences = torch.minimum(first[:, None] + ahead, newest[:, None])
     at = lanes.slots_of(lane.repeat_interleave(steps), sequences.reshape(-1), env.repeat_interleave(steps))
     found = read(at)

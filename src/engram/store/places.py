@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import engram._native as _native
+from engram._checks import count
 from engram._copies import is_passing_fds
 from engram._system import boot_id, parse_bytes
 from engram._text import log
@@ -59,9 +60,10 @@ def checked_max_size(max_size: Any) -> int | None:
     """A number of steps as an int; None: no limit. ValueError: it is none."""
     if max_size is None:
         return None
-    if isinstance(max_size, bool) or not hasattr(max_size, "__index__") or not 0 < int(max_size) <= _MAX_SIZE:
+    steps = count(max_size, "max_size")
+    if steps > _MAX_SIZE:
         raise ValueError(f"max_size must be an integer from 1 to 2**56, got {max_size!r}")
-    return int(max_size)
+    return steps
 
 
 def memory_device(device: torch.device | str) -> torch.device:
@@ -148,11 +150,12 @@ class TableSize:
         if max_size is not None and max_bytes is not None:
             raise ValueError(f"max_size={max_size} and max_bytes={max_bytes!r} were given; give one of them")
         self.max_bytes = None if max_bytes is None else parse_bytes(max_bytes, "max_bytes")
-        if ndim < 1:
-            raise ValueError(f"ndim must be at least 1, got {ndim}")
+        ndim = count(ndim, "ndim")
+        if lanes is not None and not isinstance(lanes, LaneCount):
+            lanes = count(lanes, "lanes")
         n = 1 if lanes is None else lanes.lanes if isinstance(lanes, LaneCount) else lanes
-        if n < 1 or (n > 1 and ndim > 1):
-            raise ValueError(f"lanes must be at least 1, and 1 with ndim={ndim}: got {n}")
+        if n > 1 and ndim > 1:
+            raise ValueError(f"lanes must be 1 with ndim={ndim}: got {n}")
         self.ndim, self.given_lanes, self.given_size, self._writers = ndim, lanes, size, n
         #: Whether writers of a table of this size move from lane to lane, of which it may have any number.
         self.moves_on = n > 1 and not isinstance(lanes, LaneCount)

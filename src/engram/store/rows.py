@@ -135,7 +135,7 @@ def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
     """The slots of all environments at these times: int64 [steps * envs], time first."""
     if envs == 1 or isinstance(time_slots, int):
         return time_slots
-    return (time_slots.unsqueeze(1) * envs + torch.arange(envs)).reshape(-1)
+    return (time_slots.unsqueeze(1) * envs + torch.arange(envs, device="cpu")).reshape(-1)
 
 
 def warn_of_items(batch: Any) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engram import pytree
 from engram.errors import StorageError
-from engram.pytree import KeyPath, format_key, get_entry
-from engram.store.indexing import Selection, stored_slots
+from engram.pytree import KeyPath, format_key, get_entry, to_tensor
+from engram.store.indexing import Selection, last_of_each, stored_slots
 from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.row_table import NativeRows
@@ -128,7 +128,7 @@ class Table(abc.ABC):
         if self.lanes is None or not len(self.lanes):
             return 0
         rows = self.read(stored_slots(self.lanes.store)[:1]).batch
-        values = [torch.as_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
+        values = [to_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
         return sum(value.numel() * value.itemsize for value in values)
 
     @property
@@ -223,14 +223,23 @@ class Table(abc.ABC):
         """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
         path, value = pytree.describe(items, 0)[1][0]
         leaf = self.leaf(path)
-        return leaf is not None and torch.as_tensor(value).ndim == env_dims + len(leaf.shape)
+        return leaf is not None and to_tensor(value).ndim == env_dims + len(leaf.shape)
 
     def for_selection(self, items: Any, selection: Selection) -> Any:
         """Data for the rows of an index as `overwrite` takes them: one step is repeated."""
         if self.is_single(items):
             return pytree.expand(items, len(selection.slots))
         dims = len(selection.shape)
-        return pytree.flatten_dims(items, 0, dims - 1) if dims > 1 else items
+        if dims < 2:
+            return items
+        leaves = pytree.describe(items, 0)[1]
+        shape = tuple(pytree.shape_of(leaves[0][1]))[:dims] if leaves else ()
+        if shape != selection.shape:
+            raise ValueError(
+                f"the index means steps of shape {list(selection.shape)}, the data have {list(shape)}; nothing was "
+                "written"
+            )
+        return pytree.flatten_dims(items, 0, dims - 1)
 
     def for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
         """Data for so many time steps as a batch (`at_one`: the index is an int): one step is repeated."""
@@ -247,8 +256,11 @@ class Table(abc.ABC):
     def overwrite_selection(
         self, selection: Selection, items: Any, index_key: str | None, overwrite: Callable[..., None]
     ) -> None:
-        """Writes data over the stored rows of an index by `overwrite`."""
-        overwrite(selection.slots, self.for_selection(items, selection), index_key)
+        """Writes data over the stored rows of an index by `overwrite`; of a row that is named twice the last counts."""
+        slots, rows = selection.slots, self.for_selection(items, selection)
+        if (last := last_of_each(slots)) is not None:
+            slots, rows = slots[last], pytree.select_rows(rows, last)
+        overwrite(slots, rows, index_key)
 
     # ---- reading ----
     @abc.abstractmethod
@@ -281,7 +293,7 @@ class Table(abc.ABC):
         """As `column` of a storage."""
 
         def read(part: Tensor) -> Tensor:
-            rows = torch.as_tensor(expand_slots(part, math.prod(self.env_shape)))
+            rows = to_tensor(expand_slots(part, math.prod(self.env_shape)))
             values = get_entry(self.read(rows).batch, path)
             if values is None:
                 raise KeyError(f"the stored steps have no {format_key(path)}")

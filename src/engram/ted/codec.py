@@ -266,7 +266,7 @@ def as_bytes(tensor: Tensor, n: int, nbytes: int) -> Column:
 def tensor_of(column: Column, leaf: StepLeaf, lead: tuple[int, ...] | None = None, shift: int = 0) -> Tensor:
     """The tensor [*lead, *shape] with these bytes; `lead` None: as many steps as there are. Undoes `column_of`."""
     lead = (len(column),) if lead is None else lead
-    tensor = torch.empty((*lead, *leaf.shape), dtype=leaf.dtype)
+    tensor = torch.empty((*lead, *leaf.shape), dtype=leaf.dtype, device="cpu")
     if tensor.numel():
         tensor.view(-1).view(torch.uint8).numpy()[:] = _rolled(column, lead, shift).reshape(-1)
     return tensor

@@ -116,9 +116,9 @@ class _StepColumns:
         self.env_ends = ted_codec.env_ends(math.prod(batch_size[:-1]), batch_size[-1])
         self.shared = conversion.keys.shared(self.leaves)
         self.extra: Entries = {
-            (conversion.shift_key,): torch.tensor(shift),
-            (conversion.is_full_key,): torch.tensor(is_full),
-            (BATCH_SIZE,): torch.tensor(batch_size),
+            (conversion.shift_key,): torch.tensor(shift, device="cpu"),
+            (conversion.is_full_key,): torch.tensor(is_full, device="cpu"),
+            (BATCH_SIZE,): torch.tensor(batch_size, device="cpu"),
         }
 
     def trajectory_ends(self, conversion: Conversion) -> Mask:

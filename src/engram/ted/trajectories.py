@@ -20,6 +20,7 @@ from engram.pytree import (
     has_batch_size,
     map_outermost,
     steps_of_padded,
+    to_tensor,
 )
 from engram.store.row_form import IDS
 
@@ -64,7 +65,7 @@ def find_start_stop_traj(
     """
     if (trajectory is None) == (end is None):
         raise TypeError("give exactly one of trajectory and end, which say where trajectories end")
-    steps = torch.as_tensor(end if trajectory is None else trajectory)
+    steps = to_tensor(end if trajectory is None else trajectory)
     if not steps.ndim or not len(steps):
         raise RuntimeError(f"no trajectory begins or ends in an empty input, of shape {list(steps.shape)}")
     ends = (steps != steps.roll(-1, 0)) if end is None else steps.bool().clone()
@@ -81,7 +82,7 @@ def find_start_stop_traj(
 def _position(cursor: int | Tensor | range) -> int:
     if isinstance(cursor, range):
         return cursor[-1]
-    return int(torch.as_tensor(cursor).flatten()[-1])
+    return int(to_tensor(cursor).flatten()[-1])
 
 
 def _with_starts(stop: Tensor, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,7 +178,7 @@ def _ends(data: Any, trajectory_key: Key | None) -> Tensor:
     """bool [steps]: whether a trajectory ends with a step; the last one ends one."""
     ids = _ids(data, trajectory_key)
     if ids is not None:
-        ends = torch.ones(len(ids), dtype=torch.bool)
+        ends = torch.ones(len(ids), dtype=torch.bool, device="cpu")
         ends[:-1] = _any_of_step(ids[1:] != ids[:-1])
         return ends
     flags = [(path, as_tensor(get_entry(data, path), path)) for path in _ENDS if get_entry(data, path) is not None]

@@ -21,10 +21,10 @@ data in which every value follows from the number of its step, and `numbers` fai
 
 from __future__ import annotations
 
-try:
+from engram.kernel.tools import packages
+
+with packages("engram.testing", "engram[testing]", pytest="pytest"):
     import pytest
-except ImportError as error:
-    raise ImportError("engram.testing needs pytest: pip install pytest (or pip install 'engram[testing]')") from error
 
 # A contract that fails shows both sides of its comparisons, as a test file does.
 _PARTS = (

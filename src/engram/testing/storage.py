@@ -712,12 +712,12 @@ class TableContract(StorageContract):
             rb.extend({"n": torch.arange(3), "obs": torch.zeros(4, 3)})
         assert len(rb) == 5
 
-    def test_a_step_cannot_be_replaced_twice_at_once(self, rb: ReplayBuffer) -> None:
+    def test_of_a_step_that_is_named_twice_the_last_counts(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 5))
-        for index in ([1, 1], torch.tensor([0, 4, -1])):
-            with pytest.raises(ValueError, match="twice"):
-                rb[index] = steps(50, 50 + len(index))
-        assert numbers(rb[:]) == [0, 1, 2, 3, 4]
+        rb[[1, 1]] = steps(50, 52)
+        assert numbers(rb[:]) == [0, 51, 2, 3, 4]
+        rb[torch.tensor([0, 4, -1])] = steps(60, 63)
+        assert numbers(rb[:]) == [60, 51, 2, 3, 62]
 
     def test_one_step_replaces_all_that_are_indexed(self, rb: ReplayBuffer) -> None:
         rb.extend(steps(0, 5))

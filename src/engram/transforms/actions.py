@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._checks import is_integer
-from engram.pytree import Key, Keys, key_path
+from engram._checks import count
+from engram.pytree import Key, Keys, key_path, to_tensor
 from engram.specs import Bounded, Spec, Unbounded
 from engram.transforms.base import Transform, WriteRequest
 from engram.transforms.env_specs import EnvSpecs, map_leaves
@@ -38,13 +39,13 @@ class FrameSkipTransform(Transform, built_in=True):
         tensor([3., 3.])
     """
 
+    _rewards: Sequence[Key] = ("reward",)
+    _actions: Sequence[Key] = ("action",)
     _action: TensorDictBase | None = None  # state and action of the step, as the parent environment gets them
 
     def __init__(self, frame_skip: int = 1) -> None:
         super().__init__()
-        if not is_integer(frame_skip, 1):
-            raise ValueError(f"frame_skip must be an integer of 1 or more, got {frame_skip!r}")
-        self.frame_skip = int(frame_skip)
+        self.frame_skip = count(frame_skip, "frame_skip")
 
     def for_env(self, specs: EnvSpecs) -> FrameSkipTransform:
         if specs.observation.shape:
@@ -53,10 +54,12 @@ class FrameSkipTransform(Transform, built_in=True):
                 "of them, whose episodes end at different times; put it into each: "
                 "SerialEnv(n, lambda: TransformedEnv(env, FrameSkipTransform(4)))"
             )
-        return copy.copy(self)  # the copy has this environment as its parent
+        own = copy.copy(self)  # the copy has this environment as its parent
+        vars(own).update(_rewards=specs.reward_keys, _actions=specs.action_keys)
+        return own
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        return specs._replace(reward=self._summed(specs.reward))
+        return specs.with_rewards(lambda _, spec: self._summed(spec))
 
     def _summed(self, spec: Any) -> Spec:
         if not isinstance(spec, Bounded):
@@ -86,14 +89,18 @@ class FrameSkipTransform(Transform, built_in=True):
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         assert self._action is not None
-        action = self._action.get("action")
-        reward = following.get("reward")
+        rewards = [following.get(key) for key in self._rewards]
         for _ in range(self.frame_skip - 1):
             if bool(following.get("done").any()):
                 break
-            following = self.parent.step(following.exclude("reward").set("action", action)).get("next")
-            reward = reward + following.get("reward")
-        return following.set("reward", reward)
+            state = following.exclude(*self._rewards)
+            for key in self._actions:
+                state.set(key, self._action.get(key))
+            following = self.parent.step(state).get("next")
+            rewards = [one + following.get(key) for one, key in zip(rewards, self._rewards, strict=True)]
+        for key, reward in zip(self._rewards, rewards, strict=True):
+            following.set(key, reward)
+        return following
 
     def forward(self, batch: Any) -> Any:
         raise RuntimeError("FrameSkipTransform repeats actions in an environment: put it into a TransformedEnv")
@@ -167,7 +174,7 @@ class ActionScaling(ObservationNorm, built_in=True):
             raise ValueError(
                 f"give mean and std, or low and high, got mean={mean}, std={std}, low={low} and high={high}"
             )
-        one, other = (torch.as_tensor(value) for value in pairs[0])
+        one, other = (to_tensor(value) for value in pairs[0])
         loc, scale = (one, other) if mean is not None else ((one + other) / 2, (other - one) / 2)
         return cls(loc=loc, scale=scale.clamp_min(eps), **settings)
 

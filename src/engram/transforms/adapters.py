@@ -177,7 +177,8 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
         TypeError: the object is not callable, is a class, or has an inverse that is not callable.
     """
     if isinstance(transform, Transform):
-        if transform.names_no_entry_to_invert() and not transform.in_keys:
+        is_own = transform.library_class() is Transform  # the others are warned of where they are used
+        if is_own and transform.names_no_entry_to_invert() and not transform.in_keys:
             raise TypeError(
                 f"{transform.kind} has `_inv_apply_transform`, and neither `in_keys_inv` nor `in_keys` that it could "
                 "change: give it these, `_inv_call` or `inv`"

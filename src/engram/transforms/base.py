@@ -42,6 +42,7 @@ from engram.transforms.env_specs import (
     FLAGS,
     RESULT_KEYS,
     EnvSpecs,
+    acts_as,
     clone_composite,
     map_leaves,
     map_spec,
@@ -246,12 +247,11 @@ class EnvTransformMixin:
         else:
             # Copies, as a subclass may set entries of the Composite that it gets.
             action = clone_composite(specs.action) if isinstance(specs.action, Composite) else specs.action
-            changed = EnvSpecs(
-                self.transform_observation_spec(clone_composite(specs.observation)),
-                _changed_leaf(self.transform_action_spec, action, "action"),
-                _changed_leaf(self.transform_reward_spec, specs.reward, "reward"),
-                _changed_leaf(self.transform_done_spec, specs.done, *FLAGS),
-                specs.grouped,
+            changed = specs._replace(
+                observation=self.transform_observation_spec(clone_composite(specs.observation)),
+                action=_changed_leaf(self.transform_action_spec, action, "action"),
+                rewards=self._changed_rewards(specs.rewards),
+                done=_changed_leaf(self.transform_done_spec, specs.done, *FLAGS),
             )
         return changed.with_entries(self._copied_results(specs))
 
@@ -266,7 +266,7 @@ class EnvTransformMixin:
         flags = Composite(dict.fromkeys(FLAGS, specs.done), shape=shape, device=device)
         outputs = {
             "full_observation_spec": clone_composite(specs.observation),
-            "full_reward_spec": Composite({"reward": specs.reward}, shape=shape, device=device),
+            "full_reward_spec": clone_composite(specs.rewards),
             "full_done_spec": flags,
         }
         actions = Composite({"action": specs.action}, shape=shape, device=device)
@@ -278,16 +278,17 @@ class EnvTransformMixin:
                 f"{type(self).__name__} adds entries that steps read, {list(given['full_state_spec'].leaves())}: "
                 "environments with transforms read an action only"
             )
-        observation, reward, done = (after["full_observation_spec"], after["full_reward_spec", "reward"],
-                                     after["full_done_spec", "done"])  # fmt: skip
-        return EnvSpecs(observation, given["full_action_spec", "action"], reward, done, specs.grouped)
+        return specs._replace(
+            observation=after["full_observation_spec"], action=given["full_action_spec", "action"],
+            rewards=after["full_reward_spec"], done=after["full_done_spec", "done"],
+        )  # fmt: skip
 
     def transform_output_spec(self, output_spec: Composite) -> Composite:
         """`full_observation_spec`, `full_reward_spec` and `full_done_spec` after the transform."""
         groups: Any = output_spec
         groups["full_observation_spec"] = self.transform_observation_spec(groups["full_observation_spec"])
-        reward, done = groups["full_reward_spec", "reward"], groups["full_done_spec", "done"]
-        groups["full_reward_spec", "reward"] = _changed_leaf(self.transform_reward_spec, reward, "reward")
+        groups["full_reward_spec"] = self._changed_rewards(groups["full_reward_spec"])
+        done = groups["full_done_spec", "done"]
         changed = _changed_leaf(self.transform_done_spec, done, *FLAGS)
         for flag in FLAGS:
             groups["full_done_spec", flag] = changed
@@ -320,8 +321,34 @@ class EnvTransformMixin:
         return result
 
     def transform_reward_spec(self, reward_spec: Spec) -> Spec:
-        """The spec of the reward after the transform."""
-        return self._mapped(reward_spec) if ("reward", "reward") in self._env_pairs else reward_spec
+        """The spec of the reward after the transform; of several, or of a group's, a Composite by key."""
+        pairs = self._env_pairs
+        if isinstance(reward_spec, Composite):
+            changed = clone_composite(reward_spec)
+            for key, spec in reward_spec.leaves().items():
+                if (key, key) in pairs:
+                    changed[key] = self._mapped(spec)
+            return changed
+        return self._mapped(reward_spec) if ("reward", "reward") in pairs else reward_spec
+
+    def _changed_rewards(self, rewards: Composite) -> Composite:
+        """The specs of all rewards after the transform. A method of a user's may be written for a single one."""
+        leaves = rewards.leaves()
+        if list(leaves) == ["reward"]:
+            changed = _changed_leaf(self.transform_reward_spec, leaves["reward"], "reward")
+            return rewards if changed is leaves["reward"] else clone_composite(rewards).set("reward", changed)
+        try:
+            group = self.transform_reward_spec(clone_composite(rewards))
+        except Exception:
+            if len(leaves) != 1:
+                raise
+            group = rewards
+        if isinstance(group, Composite) and group is not rewards:
+            return group
+        own = clone_composite(rewards)
+        for key, spec in leaves.items():
+            own[key] = self.transform_reward_spec(spec)
+        return own
 
     def transform_done_spec(self, done_spec: Spec) -> Spec:
         """The spec of each flag after the transform."""
@@ -337,8 +364,9 @@ class EnvTransformMixin:
     def _copied_results(self, specs: EnvSpecs) -> dict[Key, Spec]:
         """The specs of rewards and flags that are copied to other keys, where they count as observations."""
         copied: dict[Key, Spec] = {}
+        results = specs.result_keys
         for source, target in self._env_pairs:
-            if source in RESULT_KEYS and target not in RESULT_KEYS:
+            if source in results and target not in results:
                 copied[target] = self._mapped(specs.entry(source))  # type: ignore[arg-type]
         return copied
 
@@ -861,9 +889,18 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         return bool(self.in_keys_inv) or not self._overrides.isdisjoint(("inv", "_inv_call"))
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        own = self._overrides
-        learns_by_trial = own.isdisjoint(_OF_SPECS) and not own.isdisjoint(_OF_VALUES)
-        return specs_by_trial(self, specs) if learns_by_trial else super().transform_specs(specs)
+        if not self.learns_specs_by_trial():
+            return super().transform_specs(specs)
+        tried, ours = specs_by_trial(self, specs), self.library_class()
+        # A child that does what its parent does has its parent's bounds.
+        is_child = ours is not Transform and not ours.learns_specs_by_trial()
+        return super().transform_specs(specs) if is_child and acts_as(self, ours, specs) else tried
+
+    @classmethod
+    def learns_specs_by_trial(cls) -> bool:
+        """Whether specs are learnt from what it makes of some values."""
+        own = cls._overrides
+        return own.isdisjoint(_OF_SPECS) and not own.isdisjoint(_OF_VALUES)
 
     # ---- writing ----
     def inv(self, tensordict: Any) -> Any:
@@ -914,9 +951,14 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """Whether the stored data differ from those that the caller writes."""
         return self._inverts()
 
+    @classmethod
+    def library_class(cls) -> type[Transform]:
+        """The class of the library that a user's class derives from; of one of the library's, itself."""
+        return next(kind for kind in cls.__mro__ if kind in BUILT_IN)
+
     def names_no_entry_to_invert(self) -> bool:
         """Whether a user's class has an `_inv_apply_transform` that is never called, without `in_keys_inv`."""
-        ours = next(kind for kind in type(self).__mro__ if kind in BUILT_IN)
+        ours = self.library_class()
         has_caller = not self._overrides.isdisjoint(("inv", "_inv_call", "inverse_stream"))
         return "_inv_apply_transform" in overrides(type(self), ours) and not has_caller and not self.in_keys_inv
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
+from engram._checks import count, is_integer
 from engram._providers import PROVIDERS
 from engram.pytree import (
     Key,
@@ -24,6 +24,7 @@ from engram.pytree import (
     require_tensor,
     set_entry,
     take_rows,
+    to_tensor,
 )
 from engram.specs import Bounded, Spec
 from engram.transforms.base import EnvTransformMixin, FrameStacks, Transform, select_reset, to_device
@@ -77,8 +78,7 @@ class CatFrames(TrajectoryTransform, built_in=True):
         traj_key: Key | None = None,
     ) -> None:
         super().__init__("pixels" if in_keys is None else in_keys, out_keys, done_key=done_key, traj_key=traj_key)
-        if not is_integer(N, 1):
-            raise ValueError(f"N must be an integer of 1 or more, got {N!r}")
+        N = count(N, "N")
         if not is_integer(dim) or dim >= 0:
             raise ValueError(f"dim must be negative, as batches may have any number of leading dimensions, got {dim!r}")
         if padding not in self.ACCEPTED_PADDING:
@@ -328,7 +328,7 @@ def _stack_frames(
     """
     constant = None
     if form.padding == "constant":
-        constant = torch.as_tensor(form.padding_value, dtype=frames.dtype)
+        constant = to_tensor(form.padding_value, dtype=frames.dtype)
     if not (frames.requires_grad or (newest is not None and newest.requires_grad)):
         behind = None if newest is None else newest.contiguous()
         stacks = _native.stack_frames(frames.contiguous(), at, first, form.N, form.dim, behind, rows, constant)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,28 +28,45 @@ RESULT_KEYS = ("reward", *FLAGS)  #: the entries that every step has besides obs
 
 
 class EnvSpecs(NamedTuple):
-    """The specs of an environment; `done` is the spec of each flag."""
+    """The specs of an environment; `done` is the spec of each flag at the root."""
 
     observation: Composite
     action: Spec
-    reward: Spec
+    rewards: Composite  #: all rewards: at the root, and of groups of agents
     done: Spec
-    grouped: Mapping[Key, Spec] = {}  #: the rewards and flags of groups of agents, and rewards that transforms added
+    flags: Mapping[Key, Spec] = {}  #: those of groups of agents
+    action_keys: tuple[Key, ...] = ("action",)
+
+    @property
+    def reward_keys(self) -> list[Key]:
+        """The keys of all rewards."""
+        return list(self.rewards.leaves())
+
+    @property
+    def result_keys(self) -> list[Key]:
+        """The keys of all rewards and flags."""
+        return [*self.reward_keys, *FLAGS, *self.flags]
+
+    @property
+    def groups(self) -> list[Key]:
+        """The keys of groups of agents that have flags of their own."""
+        paths = dict.fromkeys(key_path(key)[:-1] for key in self.flags)
+        return [path[0] if len(path) == 1 else path for path in paths]
 
     def entry(self, key: Key) -> Spec | None:
         """The spec of a step's entry `key`; None if steps have no such entry."""
-        if key == "reward":
-            return self.reward
         if key in FLAGS:
             return self.done
-        leaf = self.observation.leaves().get(key)
-        return self.grouped.get(key) if leaf is None else leaf
+        for leaves in (self.observation.leaves(), self.rewards.leaves(), self.flags):
+            if (leaf := leaves.get(key)) is not None:
+                return leaf
+        return None
 
     def require(self, keys: list[Key], who: str) -> None:
         """Raises KeyError, which names the existing keys, for keys that steps do not have."""
         for key in keys:
             if self.entry(key) is None:
-                keys_of_steps = [*self.observation.leaves(), *RESULT_KEYS, *self.grouped]
+                keys_of_steps = [*self.observation.leaves(), *self.result_keys]
                 raise KeyError(f"{who} needs the key {key!r}; the environment has {keys_of_steps}")
 
     def with_entries(self, entries: dict[Key, Spec]) -> EnvSpecs:
@@ -59,12 +76,29 @@ class EnvSpecs(NamedTuple):
             observation[key] = spec
         return self._replace(observation=observation)
 
+    def with_rewards(self, change: Callable[[Key, Spec], Spec]) -> EnvSpecs:
+        """These specs with `change(key, spec)` in the place of the spec of each reward."""
+        changed = {key: change(key, spec) for key, spec in self.rewards.leaves().items()}
+        if all(changed[key] is spec for key, spec in self.rewards.leaves().items()):
+            return self
+        rewards = clone_composite(self.rewards)
+        for key, spec in changed.items():
+            rewards[key] = spec
+        return self._replace(rewards=rewards)
+
+    def drawn(self, *, stepped: bool) -> TensorDictBase:
+        """As `blank`, with random observations and rewards."""
+        td = self.blank(stepped=stepped).update(self.observation.rand())
+        return td.update(self.rewards.rand()) if stepped else td
+
     def blank(self, *, stepped: bool) -> TensorDictBase:
         """Zeros for all entries of a reset or, with `stepped`, of a step's `"next"`."""
         td = self.observation.zero()
         for flag in FLAGS:
             td.set(flag, self.done.zero())
-        return td.set("reward", self.reward.zero()) if stepped else td
+        for key, flag_spec in self.flags.items():
+            td.set(key, flag_spec.zero())
+        return td.update(self.rewards.zero()) if stepped else td
 
 
 def clone_composite(spec: Composite) -> Composite:
@@ -176,7 +210,8 @@ def specs_by_trial(transform: Any, specs: EnvSpecs) -> EnvSpecs:
     given = specs.blank(stepped=True)
     before = {key: (value, value._version) for key, value in given.items(True, True)}
     after = calls.step(root, given)
-    _check_result(after, RESULT_KEYS, transform)
+    results = specs.result_keys
+    _check_result(after, results, transform)
 
     def spec_of(key: Key) -> Spec:
         value = after.get(key)
@@ -185,13 +220,46 @@ def specs_by_trial(transform: Any, specs: EnvSpecs) -> EnvSpecs:
             return old
         return Unbounded(value.shape, specs.observation.device, value.dtype)
 
-    leaves = [key for key in after.keys(True, True) if key not in RESULT_KEYS]
+    leaves = [key for key in after.keys(True, True) if key not in results]
     observation = filter_leaves(clone_composite(specs.observation), lambda key: key in leaves)
     result = specs._replace(observation=observation).with_entries({key: spec_of(key) for key in leaves})
-    return result._replace(reward=spec_of("reward"), done=spec_of("done"))
+    return result.with_rewards(lambda key, _: spec_of(key))._replace(done=spec_of("done"))
 
 
-def _check_result(result: Any, needed: tuple[str, ...], transform: Any) -> None:
+def acts_as(transform: Any, kind: type, specs: EnvSpecs) -> bool:
+    """Whether a transform gives what an object of its parent class `kind` would, as far as some steps tell."""
+    try:
+        own, plain = copy.deepcopy(transform), copy.deepcopy(transform)
+        plain.__class__ = kind
+        with torch.random.fork_rng(devices=[]):
+            for _ in range(_TRIALS):
+                fresh, following = (specs.drawn(stepped=stepped) for stepped in (False, True))
+                root = fresh.copy().set("action", specs.action.zero())
+                for results in zip(*(_outcome(one, fresh, root, following) for one in (own, plain)), strict=True):
+                    if not _are_equal(*results):
+                        return False
+    except Exception:  # of a class of a user's, which may do anything
+        return False
+    return True
+
+
+_TRIALS = 3
+
+
+def _outcome(transform: Any, fresh: TensorDictBase, root: TensorDictBase, following: TensorDictBase) -> list[Any]:
+    calls = transform.env_steps()[0]
+    return [
+        calls.reset(TensorDict(batch_size=fresh.batch_size), fresh.clone()),
+        calls.step(root.clone(), following.clone()),
+    ]
+
+
+def _are_equal(one: TensorDictBase, other: TensorDictBase) -> bool:
+    leaves, others = (dict(td.items(True, True)) for td in (one, other))
+    return leaves.keys() == others.keys() and all(torch.equal(leaves[key], others[key]) for key in leaves)
+
+
+def _check_result(result: Any, needed: Sequence[Key], transform: Any) -> None:
     """Raises TypeError or KeyError if the result is not a TensorDict, or lacks a required entry."""
     if not isinstance(result, TensorDictBase):
         raise TypeError(f"{transform!r} must return a TensorDict in an environment, got a {type(result).__name__}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from engram import _forms as forms
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import Key, Keys, as_key, key_path, require_tensor, set_entry
 from engram.specs import Spec, Unbounded
 from engram.transforms.base import Transform, has_entries, root_pairs, select_reset, to_device
@@ -19,11 +20,12 @@ from engram.transforms.roles import Role
 from engram.transforms.trajectory import (
     TrajectoryBounds,
     TrajectoryTransform,
+    end_episodes,
     flatten_for_sum,
     running_sum,
     sums_form,
 )
-from engram.transforms.values import REWARD_KEYS, first_key
+from engram.transforms.values import REWARD_KEYS, rewards_of
 
 
 class RandomTruncationTransform(Transform, built_in=True):
@@ -66,10 +68,9 @@ class RandomTruncationTransform(Transform, built_in=True):
         done_key: Key = "done",
     ) -> None:
         super().__init__()
-        if not is_integer(min_horizon, 1) or not is_integer(max_horizon, min_horizon):
-            raise ValueError(
-                f"min_horizon must be 1 or more and at most max_horizon, got {min_horizon!r} and {max_horizon!r}"
-            )
+        min_horizon, max_horizon = count(min_horizon, "min_horizon"), count(max_horizon, "max_horizon")
+        if max_horizon < min_horizon:
+            raise ValueError(f"min_horizon must be at most max_horizon, got {min_horizon!r} and {max_horizon!r}")
         for name, value in (("prob", prob), ("first_episode_prob", first_episode_prob)):
             if value is not None and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be 0 to 1, got {value}")
@@ -86,8 +87,10 @@ class RandomTruncationTransform(Transform, built_in=True):
 
     def for_env(self, specs: EnvSpecs) -> RandomTruncationTransform:
         own = copy.copy(self)
-        vars(own).update(_horizon=None, _is_first=None)
+        vars(own).update(_horizon=None, _is_first=None, _groups=specs.groups)
         return own
+
+    _groups: Sequence[Key] = ()  # of agents with flags of their own
 
     _horizon: Tensor | None = None  # int64, with the shape of the flags
     _is_first: Tensor | None = None  # whether the next episode is the first one after a reset of all
@@ -103,13 +106,13 @@ class RandomTruncationTransform(Transform, built_in=True):
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         done, mask = fresh.get("done"), td.get("_reset", None)
         if mask is None or self._horizon is None or self._is_first is None:
-            self._horizon = torch.randint(1, self.max_horizon + 1, done.shape).to(done.device)
+            self._horizon = torch.randint(1, self.max_horizon + 1, done.shape, device="cpu").to(done.device)
             self._is_first = torch.ones_like(done, dtype=torch.bool)
             return fresh
         is_first = to_device(self._is_first, done.device)
         prob = torch.where(is_first, self.first_episode_prob, self.prob)
-        drawn = torch.randint(self.min_horizon, self.max_horizon + 1, done.shape).to(done.device)
-        horizon = torch.where(torch.rand(done.shape).to(done.device) < prob, drawn, self.max_horizon)
+        drawn = torch.randint(self.min_horizon, self.max_horizon + 1, done.shape, device="cpu").to(done.device)
+        horizon = torch.where(torch.rand(done.shape, device="cpu").to(done.device) < prob, drawn, self.max_horizon)
         self._horizon = select_reset(td, horizon, self._horizon)
         self._is_first = select_reset(td, torch.zeros_like(is_first), is_first)
         return fresh
@@ -117,10 +120,10 @@ class RandomTruncationTransform(Transform, built_in=True):
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         done = following.get("done")
         if self._horizon is None:  # steps without a reset
-            self._horizon = torch.full(done.shape, self.max_horizon)
+            self._horizon = torch.full(done.shape, self.max_horizon, device="cpu")
         self._horizon = to_device(self._horizon, done.device)
         over = following.get(self.step_count_key) >= self._horizon
-        return following.set("truncated", following.get("truncated") | over).set("done", done | over)
+        return end_episodes(following, over, self._groups)
 
     def forward(self, batch: Any) -> Any:
         raise NotImplementedError(
@@ -183,11 +186,23 @@ class TargetReturn(TrajectoryTransform, built_in=True):
     _reward_specs: list[Any]
 
     def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
-        specs.require([source for source, _ in self._env_pairs], "TargetReturn")
-        return {"_reward_specs": [specs.entry(source) for source, _ in self._env_pairs]}
+        pairs = self._env_pairs
+        if self._finds_reward:
+            pairs = [(key, self._key_of(key)) for key in specs.reward_keys]
+            if len({target for _, target in pairs}) < len(pairs):
+                raise ValueError(
+                    f"TargetReturn would write one {self.out_keys[0]!r} for several rewards, {specs.reward_keys}: "
+                    "give it in_keys and out_keys"
+                )
+        specs.require([source for source, _ in pairs], "TargetReturn")
+        return {"_env_pairs": pairs, "_reward_specs": [specs.entry(source) for source, _ in pairs]}
+
+    def _key_of(self, reward: Key) -> Key:
+        """The key of the target return: in the place of the reward, at the root or in its group."""
+        return (*key_path(reward)[:-1], *key_path(self.out_keys[0])) if isinstance(reward, tuple) else self.out_keys[0]
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        if replaced := [target for _, target in self._env_pairs if target in RESULT_KEYS]:
+        if replaced := [target for _, target in self._env_pairs if target in (*RESULT_KEYS, *specs.result_keys)]:
             raise ValueError(f"TargetReturn would replace {replaced}; give it out_keys of its own in an environment")
         return specs.with_entries({target: self._spec(specs.entry(source)) for source, target in self._env_pairs})
 
@@ -196,7 +211,7 @@ class TargetReturn(TrajectoryTransform, built_in=True):
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         for (_, target), spec in zip(self._env_pairs, self._reward_specs, strict=True):
-            value = torch.full(spec.shape, self.target_return, dtype=_float_of(spec.dtype))
+            value = torch.full(spec.shape, self.target_return, dtype=_float_of(spec.dtype), device="cpu")
             fresh.set(target, to_device(value, fresh.get("done").device))
         return fresh
 
@@ -213,8 +228,8 @@ class TargetReturn(TrajectoryTransform, built_in=True):
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if not self._finds_reward:
             return super()._pairs(batch)
-        key = first_key(batch, REWARD_KEYS, "TargetReturn")
-        return [(key, self.out_keys[0])]
+        keys = rewards_of(batch, "TargetReturn")
+        return [(key, self.out_keys[0] if key in REWARD_KEYS else self._key_of(key)) for key in keys]
 
     def _run(self, batch: Any, trajectories: TrajectoryBounds, continues: Tensor, before: Any) -> Any:
         first, left = trajectories.first(), []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import Key, Keys
 from engram.transforms.base import Transform
 
@@ -111,9 +111,8 @@ class Resize(Transform, built_in=True):
         antialias: bool = False,
     ) -> None:
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
-        self.w, self.h = w, w if h is None else h
-        if not (is_integer(self.w, 1) and is_integer(self.h, 1)):
-            raise ValueError(f"w and h must be integers of 1 or more, got {self.w!r} and {self.h!r}")
+        self.w = count(w, "w")
+        self.h = self.w if h is None else count(h, "h")
         # The value of image libraries' enums is the name.
         self.interpolation = str(interpolation.value if isinstance(interpolation, Enum) else interpolation)
         if self.interpolation not in _MODES:
@@ -207,9 +206,8 @@ class CenterCrop(Transform, built_in=True):
 
     def __init__(self, w: int, h: int | None = None, in_keys: Keys = None, out_keys: Keys = None) -> None:
         super().__init__("pixels" if in_keys is None else in_keys, out_keys)
-        self.w, self.h = w, w if h is None else h
-        if not (is_integer(self.w, 1) and is_integer(self.h, 1)):
-            raise ValueError(f"w and h must be integers of 1 or more, got {self.w!r} and {self.h!r}")
+        self.w = count(w, "w")
+        self.h = self.w if h is None else count(h, "h")
 
     _keeps_order = True
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -16,18 +17,17 @@ from engram.pytree import (
     get_tensor,
     has_keys,
     is_tensorclass,
+    key_path,
+    leaf_keys,
     missing_key_error,
     remove_entry,
     require_tensor,
     set_entry,
 )
 from engram.transforms.base import Transform, has_entries, root_key
-from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, filter_leaves, is_within
+from engram.transforms.env_specs import FLAGS, RESULT_KEYS, EnvSpecs, filter_leaves, is_within
 from engram.transforms.roles import Role
 
-_REWARDS: list[Key] = ["reward", ("next", "reward")]
-_FLAGS = ("done", "terminated", "truncated")
-_DONES: list[Key] = [*_FLAGS, *(("next", flag) for flag in _FLAGS)]
 # Entries that a buffer adds to a batch, and needs for updates of priorities.
 _ATTACHED: list[Key] = ["index", "generation", "priority_weight"]
 
@@ -89,9 +89,9 @@ class RenameTransform(Transform, built_in=True):
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         old, new = [source for source, _ in self._env_pairs], [target for _, target in self._env_pairs]
         specs.require(old, "RenameTransform")
-        reserved = [key for key in old if key in RESULT_KEYS and not self.create_copy] + [
-            key for key in new if key in RESULT_KEYS
-        ]
+        results = specs.result_keys
+        reserved = [key for key in old if key in results and not self.create_copy]
+        reserved += [key for key in new if key in (*RESULT_KEYS, *results)]
         if reserved:
             raise ValueError(
                 f"RenameTransform changes {reserved}: rewards and flags of an environment keep their names"
@@ -155,7 +155,8 @@ class SelectTransform(Transform, built_in=True):
         if type(batch) is list:
             return [self.forward(item) for item in batch]
         entries = [(key, require_tensor(batch, key, "SelectTransform")) for key in self.selected_keys]
-        also = _ATTACHED + (_REWARDS if self.keep_rewards else []) + (_DONES if self.keep_dones else [])
+        names = (["reward"] if self.keep_rewards else []) + ([*FLAGS] if self.keep_dones else [])
+        also = [*_ATTACHED, *(key for key in leaf_keys(batch) if key_path(key)[-1] in names)]
         entries += [(key, value) for key in also if (value := get_tensor(batch, key)) is not None]
         if is_tensorclass(batch):
             raise TypeError(f"{type(batch).__name__} cannot lose fields; store TensorDicts instead")
@@ -175,12 +176,19 @@ class SelectTransform(Transform, built_in=True):
         return [key for key in dict.fromkeys(map(root_key, self.selected_keys)) if key != "action"]
 
     def _call(self, td: TensorDictBase) -> TensorDictBase:
-        return td.select(*self._selected_roots, *RESULT_KEYS, strict=False)
+        return td.select(*self._selected_roots, *self._results, strict=False)
+
+    _results: Sequence[Key] = RESULT_KEYS
+
+    def for_env(self, specs: EnvSpecs) -> SelectTransform:
+        own = copy.copy(self)
+        vars(own).update(_results=specs.result_keys)
+        return own
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
         if not (self.keep_rewards and self.keep_dones):
             raise ValueError("an environment's rewards and flags stay: leave keep_rewards and keep_dones True")
-        available = [*specs.observation.leaves(), *RESULT_KEYS]
+        available = [*specs.observation.leaves(), *specs.result_keys]
         for key in self._selected_roots:
             if not any(is_within(leaf, key) for leaf in available):
                 raise KeyError(f"SelectTransform needs the key {key!r}; the environment has {available}")
@@ -247,7 +255,8 @@ class ExcludeTransform(Transform, built_in=True):
         excluded = self._excluded_roots
         if self.inverse:
             return specs
-        if reserved := [key for key in excluded if key in RESULT_KEYS]:
+        results = specs.result_keys
+        if reserved := [key for key in excluded if any(is_within(result, key) for result in results)]:
             raise ValueError(f"ExcludeTransform would remove {reserved}: an environment's rewards and flags stay")
         remaining = filter_leaves(specs.observation, lambda leaf: not any(is_within(leaf, key) for key in excluded))
         return specs._replace(observation=remaining)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
+from engram._checks import count
 from engram.pytree import (
     Key,
     Keys,
@@ -27,9 +27,11 @@ from engram.pytree import (
     get_tensor,
     has_batch_size,
     key_path,
+    leaf_keys,
     map_outermost,
     require_tensor,
     set_entry,
+    to_tensor,
     unflatten,
     unstack,
 )
@@ -49,9 +51,7 @@ def checked_gamma(gamma: float) -> float:
 
 
 def checked_n_steps(n_steps: int) -> int:
-    if not is_integer(n_steps, 1):
-        raise ValueError(f"n_steps must be an integer of 1 or more, got {n_steps!r}")
-    return int(n_steps)
+    return count(n_steps, "n_steps")
 
 
 def reward_keys_of(keys: Any) -> list[Key]:
@@ -88,6 +88,9 @@ def set_n_steps(
     """
     end = torch.minimum(now.position + n_steps - 1, now.last())
     steps = end - now.position + 1
+    if list(reward_keys) == [NEXT_REWARD] and get_tensor(batch, NEXT_REWARD) is None:  # those of groups of agents
+        nested = [key for key in map(key_path, leaf_keys(batch)) if key[0] == "next" and key[-1] == "reward"]
+        reward_keys = nested or reward_keys
     rewards = [(key, require_tensor(batch, key, "n-step returns")) for key in reward_keys]
     at_end = _at(now, end)
     for next_key in next_keys:
@@ -98,7 +101,7 @@ def set_n_steps(
         set_entry(batch, sibling_key(key, f"original_{key_path(key)[-1]}"), reward)
     done = now.done.gather(1, end)
     dtype = rewards[0][1].dtype if rewards and rewards[0][1].is_floating_point() else torch.get_default_dtype()
-    return NSteps(steps, done, torch.as_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype))
+    return NSteps(steps, done, to_tensor(gamma, dtype=torch.float64).pow(steps).to(dtype))
 
 
 def _at(now: TrajectoryBounds, end: Tensor) -> Callable[[Tensor], Tensor]:
@@ -325,7 +328,8 @@ class MultiStepTransform(Transform, built_in=True):
     Args:
         n_steps: the horizon; 1 changes no reward.
         gamma: the discount, 0 to 1.
-        reward_keys: rewards, `[("next", "reward")]` if None; `"reward"` is that, too.
+        reward_keys: rewards, `[("next", "reward")]` if None, or, in batches without it, those of groups; `"reward"` is
+            that, too.
         done_key, traj_key: where trajectories end; `("next", "done")` (or `"done"`, which is that, too) and
             `("collector", "traj_ids")` (or `"episode"`, where these exist) if None.
         done_keys: all flags, without effect: all entries under `next` come from n steps later, flags included.

@@ -112,7 +112,7 @@ class NextStateReconstructor(Transform, built_in=True):
         done, ids, counts = (
             self._rows(batch, key, shape) for key in (self.done_key, self.traj_key, self.step_count_key)
         )
-        goes_on = torch.ones(shape, dtype=torch.bool)
+        goes_on = torch.ones(shape, dtype=torch.bool, device="cpu")
         if not shape:
             return goes_on.fill_(False)
         goes_on[..., -1:] = False

@@ -12,8 +12,17 @@ from torch import Tensor
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
-from engram.pytree import Key, as_key, get_tensor, has_batch_size, key_path, require_tensor, set_entry
+from engram._checks import count
+from engram.pytree import (
+    Key,
+    as_key,
+    get_tensor,
+    has_batch_size,
+    key_path,
+    require_tensor,
+    set_entry,
+    to_tensor,
+)
 from engram.specs import Categorical, Composite, Spec, Unbounded
 from engram.transforms.base import Transform, has_entries, select_reset, to_device
 from engram.transforms.env_specs import EnvSpecs
@@ -46,9 +55,7 @@ class NoopResetEnv(Transform, built_in=True):
 
     def __init__(self, noops: int = 30, random: bool = True) -> None:
         super().__init__()
-        if not is_integer(noops, 0):
-            raise ValueError(f"noops must be an integer of 0 or more, got {noops!r}")
-        self.noops, self.random = int(noops), random
+        self.noops, self.random = count(noops, "noops", 0), random
 
     def for_env(self, specs: EnvSpecs) -> NoopResetEnv:
         if specs.observation.shape:
@@ -68,7 +75,7 @@ class NoopResetEnv(Transform, built_in=True):
         return specs
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
-        steps = int(torch.randint(self.noops, ())) if self.random and self.noops else self.noops
+        steps = int(torch.randint(self.noops, (), device="cpu")) if self.random and self.noops else self.noops
         for _ in range(_MAX_TRIALS):
             after = self._after_actions(fresh, steps)
             if after is not None:
@@ -81,7 +88,7 @@ class NoopResetEnv(Transform, built_in=True):
     def _after_actions(self, state: TensorDictBase, steps: int) -> TensorDictBase | None:
         """The state after some random actions; None if the episode ends during them."""
         for _ in range(steps):
-            state = self.parent.rand_step(state).get("next").exclude("reward")
+            state = self.parent.rand_step(state).get("next").exclude(*self.parent.reward_keys)
             if bool(state.get("done").any()):
                 return None
         return state
@@ -134,7 +141,7 @@ class EndOfLifeTransform(Transform, built_in=True, never_saved=("eol_attribute",
     def _count(self, like: TensorDictBase) -> Tensor:
         """The lives of each environment, int64 `[*batch]`."""
         try:
-            lives = torch.as_tensor(self.parent.call_below(self.eol_attribute)).to(torch.int64, copy=True)
+            lives = to_tensor(self.parent.call_below(self.eol_attribute)).to(torch.int64, copy=True)
         except AttributeError as error:
             raise TypeError(
                 f"EndOfLifeTransform counts lives by {self.eol_attribute}(), which this environment does not have "
@@ -265,7 +272,7 @@ class TensorDictPrimer(Transform, built_in=True):
         if isinstance(default, Mapping):
             default = next(value for name, value in default.items() if as_key(name) == key)
         value = default() if callable(default) else 0.0 if default is None else default
-        return value if isinstance(value, Tensor) else torch.full(spec.shape, value, dtype=spec.dtype)
+        return value if isinstance(value, Tensor) else torch.full(spec.shape, value, dtype=spec.dtype, device="cpu")
 
     def _step(self, td: TensorDictBase, following: TensorDictBase) -> TensorDictBase:
         for key, spec in self._expanded(following.batch_size).items():
@@ -358,7 +365,7 @@ class TrajCounter(TrajectoryTransform, built_in=True):
     _current: Tensor  # in an environment: the numbers of the running trajectories
 
     def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
-        return {"_next": 0, "_current": torch.zeros(specs.done.shape, dtype=torch.int64)}
+        return {"_next": 0, "_current": torch.zeros(specs.done.shape, dtype=torch.int64, device="cpu")}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         done = fresh.get("done")
@@ -380,7 +387,7 @@ class TrajCounter(TrajectoryTransform, built_in=True):
         done = require_tensor(batch, done_key, "TrajCounter")
         begins = trajectories.first() == trajectories.position
         begins[:, 0] = ~continues
-        count, current = (0, torch.zeros(len(begins), dtype=torch.int64)) if before is None else before
+        count, current = (0, torch.zeros(len(begins), dtype=torch.int64, device="cpu")) if before is None else before
         numbers = (
             count + begins.T.flatten().cumsum(0).reshape(begins.T.shape).T - 1
         )  # step by step, then by environment

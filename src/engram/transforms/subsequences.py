@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from engram._checks import is_integer
+from engram._checks import count, is_integer
 from engram.pytree import Key, as_key, has_batch_size, require_tensor
 from engram.transforms.base import Transform
 from engram.transforms.env_specs import EnvSpecs
@@ -39,12 +39,9 @@ class RandomCropTensorDict(Transform, built_in=True):
 
     def __init__(self, sub_seq_len: int, sample_dim: int = -1, mask_key: Key | None = None) -> None:
         super().__init__()
-        if not is_integer(sub_seq_len, 1) or not is_integer(sample_dim):
-            raise ValueError(
-                f"sub_seq_len must be 1 or more, sample_dim a number of a dimension; got {sub_seq_len!r} and "
-                f"{sample_dim!r}"
-            )
-        self.sub_seq_len, self.sample_dim = int(sub_seq_len), sample_dim
+        if not is_integer(sample_dim):
+            raise ValueError(f"sample_dim must be the number of a dimension, got {sample_dim!r}")
+        self.sub_seq_len, self.sample_dim = count(sub_seq_len, "sub_seq_len"), sample_dim
         self.mask_key = None if mask_key is None else as_key(mask_key)
 
     @property
@@ -69,7 +66,7 @@ class RandomCropTensorDict(Transform, built_in=True):
 
     def _cropped(self, batch: TensorDictBase, dim: int) -> Any:
         shape, length = batch.batch_size, self.sub_seq_len
-        lengths = torch.full((*shape[:dim], 1, *shape[dim + 1 :]), shape[dim])
+        lengths = torch.full((*shape[:dim], 1, *shape[dim + 1 :]), shape[dim], device="cpu")
         if self.mask_key is not None:
             mask = require_tensor(batch, self.mask_key, "RandomCropTensorDict").reshape(shape)
             lengths = mask.sum(dim, keepdim=True).cpu()
@@ -78,8 +75,8 @@ class RandomCropTensorDict(Transform, built_in=True):
                 f"a piece has sub_seq_len={length} steps, and a sequence of this batch {list(shape)} has "
                 f"{int(lengths.min())}: take shorter pieces, or draw slices with a SliceSampler"
             )
-        start = (torch.rand(lengths.shape, dtype=torch.float64) * (lengths - length + 1)).long()
-        steps = torch.arange(length).reshape(length, *[1] * (len(shape) - dim - 1))
+        start = (torch.rand(lengths.shape, dtype=torch.float64, device="cpu") * (lengths - length + 1)).long()
+        steps = torch.arange(length, device="cpu").reshape(length, *[1] * (len(shape) - dim - 1))
         places = start + steps
 
         def pieces(leaf: Tensor) -> Tensor:

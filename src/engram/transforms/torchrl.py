@@ -38,7 +38,7 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
             if "_post_step_mdp_hooks" in overrides(type(part), root):
                 raise TypeError(
                     f"{type(part).__name__} changes how one step becomes the next, which environments of engram do not "
-                    "let it; append it to the replay buffer, or use an environment of TorchRL's"
+                    f"let it: {_INSTEAD.get(type(part).__name__, _ELSEWHERE)}"
                 )
         self._before: EnvSpecs | None = None  # the specs of the environment before it, and with it
         self._after: EnvSpecs | None = None
@@ -105,13 +105,11 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
                     f"{self.kind} makes the {what} {sorted(map(str, found))} of an environment, where these are "
                     f"{sorted(map(str, allowed))}: use a transform of engram.envs, or append it to the replay buffer"
                 )
-        added = {key: spec for key, spec in rewards.leaves().items() if key not in parent.full_reward_spec.leaves()}
-        return EnvSpecs(
-            spec_from_torchrl(env.observation_spec),
-            actions["action"] if set(actions.keys()) == {"action"} else before.action,
-            rewards["reward"] if "reward" in parent.full_reward_spec else before.reward,
-            flags["done"],
-            {**before.grouped, **added},
+        return before._replace(
+            observation=spec_from_torchrl(env.observation_spec),
+            action=actions["action"] if set(actions.keys()) == {"action"} else before.action,
+            rewards=rewards,
+            done=flags["done"],
         )
 
     # ---- steps ----
@@ -168,6 +166,14 @@ class TorchRLTransform(PartlyCopied, Transform, built_in=True):
         if name.startswith("_") or name == "transform":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.transform, name)
+
+
+_ELSEWHERE = "append it to the replay buffer, or use an environment of TorchRL's"
+#: By the name of a transform: what to use in its place.
+_INSTEAD = {
+    "NextObservationDelta": "leave it out, and give the buffer LazyTensorStorage(n, compact=True), which stores each "
+    "observation once, byte for byte"
+}
 
 
 def primed_keys(transform: Any) -> list[Key]:

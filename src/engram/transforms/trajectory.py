@@ -20,6 +20,7 @@ from torch import Tensor
 from engram import _forms as forms
 from engram._advice import advised
 from engram._arguments import BUILT_IN
+from engram._checks import count_or_none
 from engram.pytree import (
     MASK,
     Key,
@@ -51,7 +52,7 @@ from engram.transforms.base import (
 )
 from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs
 from engram.transforms.roles import WARNED, warn_once
-from engram.transforms.values import REWARD_KEYS, first_key
+from engram.transforms.values import REWARD_KEYS, first_key, rewards_of
 
 DONE_KEYS: tuple[Key, ...] = (("next", "done"), "done")
 _IDS: tuple[Key, ...] = (("collector", "traj_ids"), "episode")
@@ -167,9 +168,14 @@ def _flags(view: BatchView, flag: Tensor, key: Key) -> Tensor:
 def _ids(view: BatchView, batch: Any) -> Tensor | None:
     for key in _IDS:
         ids = get_tensor(batch, key)
-        if isinstance(ids, Tensor) and not ids.is_floating_point() and ids.numel() == view.rows * view.steps:
+        if isinstance(ids, Tensor) and ids.numel() == view.rows * view.steps and _are_whole(ids):
             return ids.reshape(view.rows, view.steps)
     return None
+
+
+def _are_whole(ids: Tensor) -> bool:
+    """Whether these are numbers of trajectories, of whatever dtype; others under such a key are not."""
+    return not ids.is_floating_point() or bool((ids == ids.trunc()).all())
 
 
 # By doubling: after k rounds each step holds the sum of up to 2**k steps of its trajectory. Differences of prefix sums
@@ -401,6 +407,22 @@ def sibling_key(key: Key, name: str) -> Key:
     return name if isinstance(key, str) else (*key[:-1], name)
 
 
+def _sum_key(key: Key) -> Key:
+    """The key of the sum of a reward: `"episode_reward"` beside `"reward"`."""
+    return sibling_key(key, f"episode_{key_path(key)[-1]}")
+
+
+def end_episodes(following: TensorDictBase, over: Tensor, groups: Sequence[Key]) -> TensorDictBase:
+    """Marks a step truncated and done where `over` (bool `[*batch, 1]`) holds, also the flags of groups of agents."""
+    for group in groups:
+        flags = following.get(group)
+        done, truncated = flags.get("done"), flags.get("truncated")
+        mine = over.reshape(*over.shape[:-1], *[1] * (done.ndim - over.ndim + 1))
+        flags.set("truncated", truncated | mine).set("done", done | mine)
+    truncated = following.get("truncated")
+    return following.set("truncated", truncated | over).set("done", following.get("done") | over)
+
+
 @advised
 class RewardSum(TrajectoryTransform, built_in=True):
     """Adds up the rewards of each trajectory so far, this step's included, as `episode_reward` beside each reward.
@@ -410,7 +432,9 @@ class RewardSum(TrajectoryTransform, built_in=True):
         out_keys: their sums; `"episode_reward"` in the place of `"reward"` if None.
         done_key, traj_key: where trajectories end; see TrajectoryTransform.
 
-    In an environment `in_keys` of None are `"reward"`, and the sums are 0 at resets.
+    Without `in_keys` these are all rewards of an environment, those of groups of agents, too, and in a batch that has
+    none at its root those of groups: `("agents", "episode_reward")` beside `("agents", "reward")`. In an environment
+    the sums are 0 at resets.
     TorchRL's `reset_keys=["_reset"]` and `reward_spec=False` are accepted without effect.
     Sums of integers are int64. Trajectories, and carrying on between writes: see TrajectoryTransform.
 
@@ -433,12 +457,11 @@ class RewardSum(TrajectoryTransform, built_in=True):
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if self.in_keys:
             return super()._pairs(batch)
-        key = first_key(batch, REWARD_KEYS, "RewardSum")
-        return [(key, sibling_key(key, "episode_reward"))]
+        return [(key, _sum_key(key)) for key in rewards_of(batch, "RewardSum")]
 
     def has_changed(self, batch: Any) -> bool | None:
         rewards = [key for key in REWARD_KEYS if get_entry(batch, key) is not None][:1]
-        return has_entries(batch, self.out_keys or [sibling_key(key, "episode_reward") for key in rewards])
+        return has_entries(batch, self.out_keys or [_sum_key(key) for key in rewards])
 
     _sum_along = staticmethod(running_sum)
 
@@ -451,7 +474,7 @@ class RewardSum(TrajectoryTransform, built_in=True):
         return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "episode_reward")]
 
     def transform_specs(self, specs: EnvSpecs) -> EnvSpecs:
-        if replaced := [target for _, target in self._env_pairs if target in RESULT_KEYS]:
+        if replaced := [target for _, target in self._env_pairs if target in (*RESULT_KEYS, *specs.result_keys)]:
             raise ValueError(f"RewardSum would replace {replaced}; give it out_keys of its own in an environment")
         return specs.with_entries({target: self._sum_spec(specs.entry(source)) for source, target in self._env_pairs})
 
@@ -462,9 +485,10 @@ class RewardSum(TrajectoryTransform, built_in=True):
     _sums: list[Tensor]
 
     def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
-        specs.require([source for source, _ in self._env_pairs], "RewardSum")
-        rewards: list[Any] = [specs.entry(source) for source, _ in self._env_pairs]
-        return {"_of": rewards, "_sums": [as_sum_dtype(spec.zero()) for spec in rewards]}
+        pairs = self._env_pairs if self.in_keys else [(key, _sum_key(key)) for key in specs.reward_keys]
+        specs.require([source for source, _ in pairs], "RewardSum")
+        rewards: list[Any] = [specs.entry(source) for source, _ in pairs]
+        return {"_env_pairs": pairs, "_of": rewards, "_sums": [as_sum_dtype(spec.zero()) for spec in rewards]}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         device = fresh.get("done").device
@@ -486,7 +510,7 @@ class RewardSum(TrajectoryTransform, built_in=True):
         return following
 
     def deferred(self) -> Deferred | None:
-        if type(self) is not RewardSum:
+        if type(self) is not RewardSum or not self._env_pairs:
             return None
         sources, targets = zip(*self._env_pairs, strict=True)
         in_keys, out_keys = ([("next", *key_path(key)) for key in keys] for keys in (sources, targets))
@@ -525,7 +549,8 @@ class StepCounter(TrajectoryTransform, built_in=True):
     """Counts steps within each trajectory: `step_count` 0, 1, 2, ... and, one higher, `("next", "step_count")`.
 
     Args:
-        max_steps: steps with this count and above are marked truncated, and with `update_done` done.
+        max_steps: steps with this count and above are marked truncated, and with `update_done` done; in an environment
+            also for groups of agents with flags of their own.
         truncated_key: the flag's name beside the done flag.
         step_count_key: the count's name, int64 with the shape of the flags.
         update_done: whether `max_steps` also sets the done flag.
@@ -551,9 +576,7 @@ class StepCounter(TrajectoryTransform, built_in=True):
         traj_key: Key | None = None,
     ) -> None:
         super().__init__(done_key=done_key, traj_key=traj_key)
-        if max_steps is not None and max_steps < 1:
-            raise ValueError(f"max_steps must be 1 or more, or None, got {max_steps}")
-        self.max_steps = max_steps
+        self.max_steps = count_or_none(max_steps, "max_steps")
         self.truncated_key, self.step_count_key = truncated_key, step_count_key
         self.update_done = update_done
 
@@ -595,8 +618,10 @@ class StepCounter(TrajectoryTransform, built_in=True):
     _count: Tensor | None
     _most: int  # an upper bound of the counts, which avoids reading them
 
+    _groups: Sequence[Key] = ()  # of agents with flags of their own
+
     def _env_state(self, specs: EnvSpecs) -> dict[str, Any]:
-        return {"_count": None, "_most": 0}
+        return {"_count": None, "_most": 0, "_groups": specs.groups}
 
     def _reset(self, td: TensorDictBase, fresh: TensorDictBase) -> TensorDictBase:
         zero = torch.zeros_like(fresh.get("done"), dtype=torch.int64)
@@ -612,13 +637,12 @@ class StepCounter(TrajectoryTransform, built_in=True):
         self._most += 1
         following.set(self.step_count_key, self._count.clone())
         if self.max_steps is not None and self._most >= self.max_steps:
-            over = self._count >= self.max_steps
-            following.set("truncated", following.get("truncated") | over).set("done", done | over)
+            end_episodes(following, self._count >= self.max_steps, self._groups)
             self._most = int(self._count.max())
         return following
 
     def deferred(self) -> Deferred | None:
-        if type(self) is not StepCounter:
+        if type(self) is not StepCounter or self._groups:
             return None
         return self._deferred([self.step_count_key], limit=self.max_steps, max_steps=None)
 
@@ -727,7 +751,7 @@ class InitTracker(TrajectoryTransform, built_in=True):
 def _sum_in_order(x: Tensor, first: Tensor) -> Tensor:
     """`running_sum` by adding one step after another, as an environment does: equal to the last bit."""
     sums = x.numpy().copy()
-    starts = (first == torch.arange(x.shape[1])).numpy()
+    starts = (first == torch.arange(x.shape[1], device="cpu")).numpy()
     for row, is_start in zip(sums, starts, strict=True):
         bounds = [*np.flatnonzero(is_start).tolist(), len(row)]
         for start, stop in pairwise(bounds):
@@ -857,7 +881,12 @@ class Reward2GoTransform(TrajectoryTransform, built_in=True):
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if not self._finds_reward:
             return super()._pairs(batch)
-        return [(first_key(batch, REWARD_KEYS, "Reward2GoTransform"), self.out_keys[0])]
+        return [(key, self._key_of(key)) for key in rewards_of(batch, "Reward2GoTransform")]
+
+    def _key_of(self, reward: Key) -> Key:
+        """The key of the sum: at the root, or in the reward's group."""
+        group = [name for name in key_path(reward)[:-1] if name != "next"]
+        return (*group, *key_path(self.out_keys[0])) if group else self.out_keys[0]
 
     def _done_key(self, batch: Any) -> Key | None:
         done_key = self.done_key

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -28,11 +28,13 @@ from engram.pytree import (
     remove_entry,
     require_tensor,
     set_entry,
+    to_tensor,
 )
 from engram.specs import Bounded, Categorical, OneHot, Spec, Unbounded
 from engram.transforms.base import IDLE, Deferred, Transform, root_key, root_pairs
 from engram.transforms.env_specs import RESULT_KEYS, EnvSpecs, bounds_of, cast_spec, filter_leaves, map_leaves
 
+Self = TypeVar("Self", bound="_OfRewards")
 REWARD_KEYS: tuple[Key, ...] = (("next", "reward"), "reward")
 
 
@@ -97,8 +99,9 @@ class DTypeCastTransform(Transform, built_in=True):
                 actions.append(key)
             return spec
 
-        map_leaves(specs.action, "action", collect)
-        entries = {**specs.observation.leaves(), "reward": specs.reward}
+        if all(key_path(key)[0] == "action" for key in specs.action_keys):  # those of groups stay as they are
+            map_leaves(specs.action, "action", collect)
+        entries = {**specs.observation.leaves(), **specs.rewards.leaves()}
         own.in_keys = own.out_keys = [key for key, spec in entries.items() if spec.dtype is self.dtype_in]
         if self._all:
             own.in_keys_inv = own.out_keys_inv = actions
@@ -347,7 +350,11 @@ class ObservationNorm(Transform, built_in=True):
         """
         if self._given or self._stats is None:
             return {}
-        return {"standard_normal": torch.tensor(self.standard_normal), "loc": self._stats[0], "scale": self._stats[1]}
+        return {
+            "standard_normal": torch.tensor(self.standard_normal, device="cpu"),
+            "loc": self._stats[0],
+            "scale": self._stats[1],
+        }
 
     def set_extra_state(self, state: Any) -> None:
         if state:
@@ -395,25 +402,34 @@ class _OfRewards(Transform, built_in=True):
     def _pairs(self, batch: Any) -> list[tuple[Key, Key]]:
         if self.in_keys:
             return super()._pairs(batch)
-        key = first_key(batch, REWARD_KEYS, type(self).__name__)
-        return [(key, key)]
+        return [(key, key) for key in rewards_of(batch, type(self).__name__)]
 
+    # ---- environments ----
     @cached_property
     def _env_pairs(self) -> list[tuple[Key, Key]]:
         return root_pairs(self.in_keys, self.out_keys) if self.in_keys else [("reward", "reward")]
+
+    def for_env(self: Self, specs: EnvSpecs) -> Self:
+        if self.in_keys or specs.reward_keys == ["reward"]:
+            return self
+        own = copy.copy(self)
+        vars(own)["_env_pairs"] = [(key, key) for key in specs.reward_keys]
+        return own
 
     def does_the_same(self, other: Transform) -> bool:
         return self._has_settings_of(other)
 
     def _deferred(self) -> Deferred | None:
-        if self._env_pairs != [("reward", "reward")]:
+        pairs = self._env_pairs
+        if any(source != target or key_path(source)[-1] != "reward" for source, target in pairs):
             return None
 
         def apply(batch: TensorDictBase, starts: Tensor) -> None:
             following = batch.get("next")
-            following.set("reward", self._apply_transform(following.get("reward")))
+            for key, _ in pairs:
+                following.set(key, self._apply_transform(following.get(key)))
 
-        return Deferred(("reward",), None, apply)
+        return Deferred(tuple(key for key, _ in pairs), None, apply)
 
 
 class RewardScaling(_OfRewards, built_in=True):
@@ -749,6 +765,24 @@ def first_key(batch: Any, keys: tuple[Key, ...], who: str) -> Key:
     raise missing_key_error(batch, keys, who)
 
 
+def rewards_of(batch: Any, who: str) -> list[Key]:
+    """The keys of a batch's rewards: `("next", "reward")`, or `"reward"`, or else those of groups, of this name.
+
+    Raises:
+        KeyError: it has none.
+    """
+    if not has_keys(batch):
+        raise missing_key_error(batch, REWARD_KEYS, who)
+    for key in REWARD_KEYS:
+        if get_tensor(batch, key) is not None:
+            return [key]
+    nested = [key for key in map(key_path, leaf_keys(batch)) if key[-1] == "reward"]
+    after = [key for key in nested if key[0] == "next"]
+    if not nested:
+        raise missing_key_error(batch, REWARD_KEYS, who)
+    return list(after or nested)
+
+
 def is_number(stat: Tensor) -> bool:
     """Whether a statistic is a single number for all values of a batch."""
     return stat.ndim <= 1 and stat.numel() == 1
@@ -761,7 +795,7 @@ def cast_stat(stat: Tensor, value: Tensor) -> Tensor:
 
 
 def _checked_stats(loc: Any, scale: Any) -> tuple[Tensor, Tensor]:
-    loc, scale = torch.as_tensor(loc), torch.as_tensor(scale)
+    loc, scale = to_tensor(loc), to_tensor(scale)
     if not bool(torch.isfinite(loc).all()) or not bool((torch.isfinite(scale) & (scale != 0)).all()):
         raise ValueError(f"loc and scale must be finite and scale not 0, got {loc} and {scale}")
     return loc, scale

@@ -163,26 +163,35 @@ class VecNorm(Transform, built_in=True):
         for key, stats in zip(self.out_keys, self._norms(), strict=True):
             value = require_tensor(tensordict, key, f"{type(self).__name__}.denorm")
             if stats is not None:
-                scale = (stats.squares / stats.weight + self.eps).sqrt()
+                scale = self._deviation(stats)
                 set_entry(tensordict, key, value * cast_stat(scale, value) + cast_stat(stats.mean, value))
         return tensordict
 
     def to_observation_norm(self) -> list[ObservationNorm]:
         """The present statistics as fixed transforms, one for each entry."""
+        norms = zip(self.in_keys, self.out_keys, self._complete_stats(), strict=True)
         return [
-            ObservationNorm(self.loc[i], self.scale[i], [key], [target], standard_normal=True)
-            for i, (key, target) in enumerate(zip(self.in_keys, self.out_keys, strict=True))
+            ObservationNorm(one.mean, self._deviation(one), [key], [target], standard_normal=True)
+            for key, target, one in norms
         ]
 
     @property
-    def loc(self) -> list[Tensor]:
-        """Means, one for each of `in_keys`; float64."""
-        return [stats.mean for stats in self._complete_stats()]
+    def loc(self) -> TensorDict:
+        """Means, by key."""
+        return self._by_name([stats.mean for stats in self._complete_stats()])
 
     @property
-    def scale(self) -> list[Tensor]:
-        """Standard deviations, one for each of `in_keys`; float64."""
-        return [(stats.squares / stats.weight + self.eps).sqrt() for stats in self._complete_stats()]
+    def scale(self) -> TensorDict:
+        """Standard deviations, by key."""
+        return self._by_name([self._deviation(stats) for stats in self._complete_stats()])
+
+    def _deviation(self, stats: _Stats) -> Tensor:
+        return (stats.squares / stats.weight + self.eps).sqrt()
+
+    def _by_name(self, values: list[Tensor]) -> TensorDict:
+        dtype = torch.get_default_dtype()
+        pairs = zip(self.in_keys, values, strict=True)
+        return TensorDict({}, []).update({key_path(key): value.to(dtype) for key, value in pairs})
 
     def _complete_stats(self) -> list[_Stats]:
         """The statistics of all entries. Raises RuntimeError if one has none."""
@@ -212,7 +221,7 @@ class VecNorm(Transform, built_in=True):
     def _normalised(self, value: Tensor, stats: _Stats | None) -> Tensor:
         if stats is None:
             return value if value.is_floating_point() else value.to(torch.get_default_dtype())
-        scale = (stats.squares / stats.weight + self.eps).sqrt()
+        scale = self._deviation(stats)
         return (value - cast_stat(stats.mean, value)) / cast_stat(scale, value)
 
     def __call__(self, batch: Any) -> Any:
@@ -311,7 +320,7 @@ class VecNorm(Transform, built_in=True):
 
 @advised
 class VecNormV2(VecNorm, built_in=True):
-    """`VecNorm` whose `loc` and `scale` are TensorDicts, by key.
+    """`VecNorm` whose `frozen` is a property, and whose `to_observation_norm` gives one transform.
 
     Args:
         in_keys, out_keys, decay, eps: as VecNorm's.
@@ -353,25 +362,9 @@ class VecNormV2(VecNorm, built_in=True):
         own.freeze()
         return own
 
-    @property
-    def loc(self) -> TensorDict:
-        """Means, by key."""
-        return self._by_name(super().loc)
-
-    @property
-    def scale(self) -> TensorDict:
-        """Standard deviations, by key."""
-        return self._by_name(super().scale)
-
-    def _by_name(self, values: list[Tensor]) -> TensorDict:
-        dtype = torch.get_default_dtype()
-        pairs = zip(self.in_keys, values, strict=True)
-        return TensorDict({}, []).update({key_path(key): value.to(dtype) for key, value in pairs})
-
     def to_observation_norm(self) -> Any:
         """The present statistics as a fixed transform; a Compose of several if there are several entries."""
-        stats = zip(self.in_keys, self.out_keys, super().loc, super().scale, strict=True)
-        norms = [ObservationNorm(loc, scale, [key], [out], standard_normal=True) for key, out, loc, scale in stats]
+        norms = super().to_observation_norm()
         return norms[0] if len(norms) == 1 else Compose(*norms)
 
 

@@ -111,9 +111,23 @@ def spoil(file, name, values):
         file[name] = values
 
 
+@each("dtype", ["float16", "float32", "float64"])
+def test_flags_of_zeros_and_ones_in_floats_are_read(tmp_path, dtype):
+    path = d4rl(tmp_path / "d.hdf5", [0, 0, 1, 0, 0], [0, 0, 0, 0, 1])
+    rb, of_floats = buffer(), buffer()
+    read_hdf5(path, rb)
+    with h5py.File(path, "r+") as file:
+        for name in ("terminals", "timeouts"):
+            spoil(file, name, file[name][:].astype(dtype))
+    read_hdf5(path, of_floats)
+    assert (of_floats[:] == rb[:]).all()
+
+
 @each(
     ("name", "values", "said"),
     [
+        ("terminals", np.array([0, 0.5, 1]), "terminals is float64 and holds 0.5; a flag is 0.0 or 1.0"),
+        ("timeouts", np.array([0, 0, np.nan], np.float32), "timeouts is float32 and holds nan; a flag is 0.0 or 1.0"),
         ("terminals", None, "terminals is missing"),
         ("actions", np.zeros((2, 1)), "actions has 2 steps, terminals 3"),
         ("timeouts", np.zeros(2, bool), "timeouts has 2 steps, terminals 3"),

@@ -171,7 +171,30 @@ def test_numbers_of_frames_are_passed_over_where_index_is_left_out(tmp_path):
     assert len(read(write(tmp_path, columns=swapped("index", 1, 2)), exclude=["index"])) == 8
 
 
+def test_dataset_without_frame_index_is_read(tmp_path):
+    whole = read(write(tmp_path))
+    info = json.loads((tmp_path / "meta/info.json").read_text())
+    del info["features"]["frame_index"]
+    (tmp_path / "meta/info.json").write_text(json.dumps(info))
+    file = tmp_path / "data/chunk-000/file-000.parquet"
+    pq.write_table(pq.read_table(file).drop_columns(["frame_index"]), file)
+    assert (read(tmp_path) == whole.exclude("frame_index")).all()
+
+
 EPISODES = "meta/episodes/chunk-000/file-000.parquet"
+
+
+def test_numbers_of_episodes_in_whole_floats_are_read(tmp_path):
+    said = {"episode_index": {"dtype": "float32", "shape": [1], "names": None}}
+    numbers = columns_of((3, 1, 4))["episode_index"].astype(np.float32)
+    file = write(tmp_path, features=said, columns={"episode_index": numbers}) / EPISODES
+    table = pq.read_table(file)
+    at = table.column_names.index("episode_index")
+    pq.write_table(table.set_column(at, "episode_index", pa.array([0.0, 1.0, 2.0])), file)
+    assert read(tmp_path)["collector", "traj_ids"].tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    pq.write_table(table.set_column(at, "episode_index", pa.array([0.0, 1.5, 2.0])), file)
+    with pytest.raises(DatasetError, match=r"has 'episode_index' as float64 .*, not one whole number"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(

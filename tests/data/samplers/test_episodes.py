@@ -87,7 +87,7 @@ def made(world):
 @given(
     operations=st.lists(st.tuples(OPERATIONS, st.booleans()), max_size=14),
     by_id=st.booleans(),
-    dtype=st.sampled_from(["int64", "uint8"]),
+    dtype=st.sampled_from(["int64", "uint8", "float32"]),
 )
 def test_the_index_says_what_the_oracle_says(kind, operations, by_id, dtype):
     with tempfile.TemporaryDirectory() as path:
@@ -131,3 +131,17 @@ def test_an_edit_of_the_newest_step_decides_whether_the_next_goes_on(by_id):
         check(world, grown)
         world.append(0, [value] * 3)
         check(world, grown)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_float_ids_are_ids_where_they_are_whole_numbers(dtype):
+    rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY))
+    rb.extend({"episode": torch.tensor([0, -0.0, 1, 1, 1, 7], dtype=dtype)})
+    assert EpisodeIndex().trajectories(rb.storage).length.tolist() == [2, 3, 1]
+    given = EpisodeIndex(trajectories=rb[:]["episode"])
+    assert given.trajectories(rb.storage).length.tolist() == [2, 3, 1]
+    rb.extend({"episode": torch.tensor([7, 8.5], dtype=dtype)})
+    with pytest.raises(ValueError, match=r"'episode' has 8\.5; a trajectory id is a whole number"):
+        EpisodeIndex().trajectories(rb.storage)
+    with pytest.raises(ValueError, match=r"trajectories has 8\.5; a trajectory id is a whole number"):
+        EpisodeIndex(trajectories=rb[:]["episode"])

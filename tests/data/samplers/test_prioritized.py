@@ -495,7 +495,7 @@ def test_updates_before_anything_is_written_say_so():
     with pytest.raises(IndexError, match="nothing has been written"):
         rb.update_priority(0, 1.0)
     with pytest.raises(RuntimeError, match="storage="):
-        PrioritizedSampler(10, 1, 1).update_priority(0, 1.0)
+        PrioritizedSampler(10, 1, 1).priorities(0)
 
 
 # ---- generations ----
@@ -593,6 +593,92 @@ def test_a_sampler_without_priorities_ignores_them():
     rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=4)
     rb.extend(data(4, td_error=torch.full((4,), -1.0)))
     rb.update_tensordict_priority(rb.sample())
+
+
+class _OwnPriorities:
+    """A sampler of a user's own that takes priorities only when asked."""
+
+    def __init__(self):
+        self.given = []
+
+    def sample(self, storage, batch_size):
+        return torch.zeros(batch_size, dtype=torch.int64), {}
+
+    def update_priority(self, index, priority, *, storage=None):
+        self.given.append(priority)
+
+
+def test_batches_without_priorities_are_an_error_only_where_the_sampler_takes_some():
+    def buffer(sampler):
+        rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), sampler=sampler, batch_size=4)
+        rb.extend(data(4))
+        return rb
+
+    plain, own = buffer(RandomSampler()), buffer(_OwnPriorities())
+    plain.update_tensordict_priority(plain.sample().exclude("index"))
+    ReplayBufferEnsemble(plain, buffer(RandomSampler()), batch_size=4).update_tensordict_priority(plain.sample())
+    for sampler in (PrioritizedSampler(10, 1.0, 1.0), _OwnPriorities()):
+        rb = buffer(sampler)
+        with pytest.raises(KeyError, match="td_error"):
+            rb.update_tensordict_priority(rb.sample())
+    own.update_tensordict_priority(own.sample().set("td_error", torch.ones(4)))
+    assert len(own.sampler.given) == 1
+
+
+@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_priorities_given_before_the_first_draw_are_those_of_it(copied):
+    sampler, given = PrioritizedSampler(10, 1.0, 1.0), torch.tensor([0.0, 5.0, 3.0])
+    sampler.extend(torch.arange(4))
+    sampler.update_priority(torch.arange(3), given)
+    sampler.update_priority(3, 0.0)
+    sampler.update_priority(range(2, 3), 0.0)
+    given.fill_(9.0)
+    sampler = copied(sampler)
+    storage = LazyTensorStorage(10)
+    storage.set(range(4), data(4))
+    assert set(sampler.sample(storage, 20)[0].tolist()) == {1}
+    assert sampler.priorities(range(4)).tolist() == [0.0, 5.0, 0.0, 0.0]
+    storage.set(range(4, 5), data(1))
+    assert sampler.priorities([4]).tolist() == [5.0]
+
+
+def test_marks_given_before_the_first_draw_take_their_turn():
+    sampler, storage = PrioritizedSampler(10, 1.0, 1.0), LazyTensorStorage(10)
+    sampler.update_priority(range(3), 0.5)
+    sampler.mark_update(range(1, 2))
+    storage.set(range(3), data(3))
+    assert sampler.priorities(range(3), storage=storage).tolist() == [0.5, 1.0, 0.5]
+
+
+def test_priorities_given_before_the_first_draw_are_those_of_starts_of_slices():
+    sampler = PrioritizedSliceSampler(10, 1.0, 1.0, slice_len=2, traj_key="traj", truncated_key=None)
+    sampler.update_priority(range(6), torch.tensor([0.0, 0, 0, 0, 1, 0]))
+    storage = LazyTensorStorage(10)
+    storage.set(range(6), TensorDict({"traj": torch.zeros(6, dtype=torch.int64)}, [6]))
+    index = sampler.sample(storage, 4)[0]
+    assert (index[0] if isinstance(index, tuple) else index).tolist() == [4, 5, 4, 5]
+
+
+def test_priorities_given_to_the_sampler_of_a_buffer_are_set_at_once():
+    rb = PrioritizedReplayBuffer(1.0, 1.0, storage=LazyTensorStorage(10))
+    rb.extend(data(3))
+    rb.sampler.update_priority(range(3), 2.0)
+    assert rb.sampler.priorities(range(3)).tolist() == [2.0] * 3
+    with pytest.raises(IndexError, match="has not been written"):
+        rb.sampler.update_priority([5], 2.0)
+
+
+def test_priorities_that_no_step_can_have_are_refused_before_the_first_draw():
+    sampler, storage = PrioritizedSampler(10, 1.0, 1.0), LazyTensorStorage(10)
+    for bad in (-1.0, float("nan"), [1.0, float("inf")]):
+        with pytest.raises(ValueError, match="priorit"):
+            sampler.update_priority([0, 1], bad)
+    sampler.update_priority([0, 7], 2.0)
+    storage.set(range(3), data(3))
+    with pytest.raises(IndexError, match=r"before the sampler had a storage, .*index 7 has not been written"):
+        sampler.sample(storage, 4)
+    assert sampler.priorities(range(3), storage=storage).tolist() == [1.0] * 3
+    sampler.sample(storage, 4)
 
 
 # ---- several dimensions, lanes, processes ----

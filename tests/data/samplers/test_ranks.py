@@ -1,4 +1,4 @@
-"""Several learners share the epochs of one permutation."""
+"""Several learners share the epochs of one permutation, or draw other rows from one seed."""
 
 import copy
 import itertools
@@ -7,7 +7,18 @@ import pytest
 import torch
 
 from contracts.each import each
-from engram.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement
+from engram import Generator
+from engram.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    PrioritizedSliceSampler,
+    RandomSampler,
+    ReplayBuffer,
+    SamplerWithoutReplacement,
+    SequenceSampler,
+    SliceSampler,
+    SliceSamplerWithoutReplacement,
+)
 from engram.errors import CheckpointMisfitError
 
 
@@ -133,3 +144,68 @@ def test_bad_parts_are_refused():
         learners(24)[0].sample()
     with pytest.raises(ValueError, match="full batches of 4"):
         learners(8, drop_last=True)[0].sample()
+
+
+SLICES = {"slice_len": 2, "traj_key": "episode"}
+SAMPLERS = {
+    "uniform": RandomSampler,
+    "prioritized": lambda **rank: PrioritizedSampler(100, 0.6, 0.4, **rank),
+    "slices": lambda **rank: SliceSampler(**SLICES, **rank),
+    "slices in epochs": lambda **rank: SliceSamplerWithoutReplacement(**SLICES, **rank),
+    "sequences": lambda **rank: SequenceSampler(**SLICES, **rank),
+    "prioritized slices": lambda **rank: PrioritizedSliceSampler(100, 0.6, 0.4, **SLICES, **rank),
+}
+
+
+def of_rank(make, generator=None, collate_fn=None, **rank):
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(100), sampler=make(**rank), generator=generator, collate_fn=collate_fn, batch_size=8
+    )
+    rb.extend({"n": torch.arange(60), "episode": torch.arange(60) // 6})
+    return rb
+
+
+def batches(rb, n=5):
+    return [rb.sample()["n"].tolist() for _ in range(n)]
+
+
+@each("kind", SAMPLERS)
+@each("own", [False, True])
+@each("collate_fn", [None, lambda batch: batch])  # with one no batch is drawn by native code alone
+def test_ranks_with_one_seed_draw_other_rows_and_rank_0_those_that_it_has_without(kind, own, collate_fn):
+    drawn = []
+    for rank in ({}, {"rank": 0}, {"rank": 1}, {"rank": 2}):
+        torch.manual_seed(3)
+        generator = Generator(3) if own else None
+        drawn.append(batches(of_rank(SAMPLERS[kind], generator, collate_fn, **rank)))
+    assert drawn[0] == drawn[1]
+    assert all(a != b for one, other in itertools.combinations(drawn[1:], 2) for a, b in zip(one, other, strict=True))
+
+
+@each("own", [False, True])
+def test_a_rank_draws_the_same_rows_with_and_without_native_batches(own):
+    for kind in ("uniform", "slices", "prioritized"):
+        drawn = []
+        for collate_fn in (None, lambda batch: batch):
+            torch.manual_seed(3)
+            drawn.append(batches(of_rank(SAMPLERS[kind], Generator(3) if own else None, collate_fn, rank=2)))
+        assert drawn[0] == drawn[1]
+
+
+def test_copies_of_a_sampler_have_its_rank_and_a_checkpoint_fits_at_every_rank(tmp_path):
+    first, second = of_rank(RandomSampler, Generator(3)), of_rank(RandomSampler, Generator(3), rank=1)
+    twin = copy.deepcopy(second)
+    first.dumps(tmp_path)
+    expected = batches(second)
+    assert batches(twin) == expected and batches(first) != expected
+    second.loads(tmp_path)
+    assert batches(second) == expected
+
+
+def test_what_is_no_rank_is_refused():
+    for rank in (-1, 1.5, None, "0"):
+        for make in SAMPLERS.values():
+            with pytest.raises(ValueError, match="rank is the number of this process, 0 or more"):
+                make(rank=rank)
+    with pytest.raises(ValueError, match="rank must be 0 to world_size - 1 = 0, got 1: learners share each epoch"):
+        SamplerWithoutReplacement(rank=1)

@@ -117,7 +117,7 @@ def test_either_the_number_or_the_length_of_slices_is_given_and_divides():
         with pytest.raises(TypeError, match="exactly one of num_slices and slice_len"):
             SliceSampler(**how)
     for how in ({"num_slices": 0}, {"slice_len": True}, {"slice_len": 1.5}):
-        with pytest.raises(ValueError, match="positive integer"):
+        with pytest.raises(ValueError, match="integer of 1 or more"):
             SliceSampler(**how)
     for how in ({"num_slices": 4}, {"slice_len": 4}):
         rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SliceSampler(**how))
@@ -231,7 +231,7 @@ def test_a_setting_that_is_assigned_decides_the_next_draw(ask):
     assert sampler.weight == "steps"
     sampler.weight, sampler.strict_length = "trajectories", True
     sampler.num_slices = 2
-    with pytest.raises(ValueError, match="num_slices must be a positive integer"):
+    with pytest.raises(ValueError, match="num_slices must be an integer of 1 or more"):
         sampler.num_slices = 0
     assert len(rb.sample(8)) == 8 and sampler.num_slices == 2
 
@@ -295,7 +295,7 @@ def test_a_burn_in_that_is_assigned_decides_the_next_draw():
     assert padding == {2, 3}
     sampler.burn_in = 2
     assert {int((~rb.sample()["collector", "mask"]).sum()) for _ in range(40)} == {2}
-    with pytest.raises(ValueError, match="burn_in must be 0 or more"):
+    with pytest.raises(ValueError, match="burn_in must be an integer of 0 or more"):
         sampler.burn_in = -1
     sampler.burn_in = 4
     with pytest.raises(ValueError, match="leaves no row to train on"):
@@ -995,7 +995,7 @@ def test_marks_that_the_data_have_stay():
 
 def test_burn_in_must_leave_steps_to_train_on():
     for burn_in in (-1, True, 1.5):
-        with pytest.raises(ValueError, match="burn_in must be 0 or more"):
+        with pytest.raises(ValueError, match="burn_in must be an integer of 0 or more"):
             SequenceSampler(slice_len=4, burn_in=burn_in)
     with pytest.raises(ValueError, match="burn_in=4 leaves no row to train on of sequences of 4"):
         SequenceSampler(slice_len=4, burn_in=4)
@@ -1163,3 +1163,13 @@ def test_stacks_have_a_number_of_frames():
     assert sampler.slice_len == 3
     with pytest.raises(TypeError, match="number of frames"):
         FrameStackSampler(slice_len=None, num_slices=2)
+
+
+def test_slice_sampler_without_replacement_is_the_one_of_that_name():
+    sampler = SliceSampler(slice_len=2, replacement=False, drop_last=True, traj_key="episode")
+    assert type(sampler) is SliceSamplerWithoutReplacement and sampler.drop_last and sampler.slice_len == 2
+    assert type(SliceSampler(slice_len=2, replacement=True)) is SliceSampler
+    with pytest.raises(TypeError, match="a SequenceSampler draws with replacement; SliceSamplerWithoutReplacement"):
+        SequenceSampler(slice_len=2, replacement=False)
+    with pytest.raises(TypeError, match="an epoch has each trajectory once; SliceSampler draws with replacement"):
+        SliceSamplerWithoutReplacement(slice_len=2, replacement=True)

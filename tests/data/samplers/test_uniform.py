@@ -396,3 +396,17 @@ def test_shuffle_that_is_set_in_an_epoch_counts_from_the_next_one(kind, shuffle,
     for _ in range(2):
         given += rb.sample()["x"].tolist()
     assert sorted(given) == list(range(12))
+
+
+def test_random_sampler_without_replacement_is_the_one_of_that_name():
+    for place in ((), (False,)):
+        sampler = RandomSampler(*place, replacement=False, drop_last=True)
+        assert type(sampler) is SamplerWithoutReplacement and sampler.drop_last
+    assert type(RandomSampler(replacement=True)) is RandomSampler
+
+    class Own(RandomSampler):
+        pass
+
+    assert type(Own(replacement=True)) is Own
+    with pytest.raises(TypeError, match="a Own draws with replacement; one of SamplerWithoutReplacement does not"):
+        Own(replacement=False)

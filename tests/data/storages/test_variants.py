@@ -219,3 +219,20 @@ def test_a_batch_of_environments_by_time_is_stored_as_items_with_a_warning_the_f
     if storage is LazyTensorStorage:
         ReplayBuffer(storage=storage(12, ndim=2)).extend(batch)
     assert not len(recwarn)
+
+
+@pytest.mark.parametrize("stack_dim", [0, -1])
+def test_steps_of_a_lazy_stack_storage_at_an_index_are_a_lazy_stack(stack_dim):
+    storage = LazyStackStorage(10, stack_dim=stack_dim)
+    rb = ReplayBuffer(storage=storage)
+    rb.extend([TensorDict({"x": torch.full((3, k), float(k))}, [3]) for k in (1, 2)])
+    for rows in (storage[:], storage.get([0, 1]), rb[:], rb[torch.tensor([0, 1])]):
+        assert isinstance(rows, LazyStackedTensorDict)
+        assert list(rows.batch_size) == ([2, 3] if stack_dim == 0 else [3, 2])
+    assert rb[1]["x"].tolist() == [[2.0, 2.0]] * 3 and storage[0:0] == []
+
+
+def test_a_collate_function_gets_the_items_of_a_lazy_stack_storage():
+    rb = ReplayBuffer(storage=LazyStackStorage(10), collate_fn=tuple, batch_size=2)
+    rb.extend([TensorDict({"x": torch.ones(k)}, []) for k in (1, 2)])
+    assert type(rb[:]) is tuple and type(rb.sample()) is tuple

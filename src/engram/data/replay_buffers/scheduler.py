@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from engram import _forms as forms
-from engram._checks import is_integer
+from engram._checks import count
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, SupportsSample
 from engram.data.replay_buffers.samplers.base import Sampler
 
@@ -114,7 +114,7 @@ class LinearScheduler(ParameterScheduler):
     ) -> None:
         super().__init__(obj, param_name)
         self.final_value = float(final_value)
-        self.num_steps = _at_least_one(num_steps, "num_steps")
+        self.num_steps = count(num_steps, "num_steps")
 
     def _value(self) -> float:
         if self.steps >= self.num_steps:
@@ -157,7 +157,7 @@ class StepScheduler(ParameterScheduler):
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
         self.gamma = float(gamma)
-        self.n_steps = _at_least_one(n_steps, "n_steps")
+        self.n_steps = count(n_steps, "n_steps")
         self.mode = mode
 
     def _value(self) -> float:
@@ -271,9 +271,3 @@ def _checked_state(param_name: str, state: dict[str, Any]) -> tuple[float, int]:
     if not math.isfinite(initial):
         raise ValueError(f"a scheduler's state has a finite initial_value, got {initial}")
     return initial, state["steps"]
-
-
-def _at_least_one(n: Any, name: str) -> int:
-    if not is_integer(n, 1):
-        raise ValueError(f"{name} must be a positive integer, got {n!r}")
-    return int(n)

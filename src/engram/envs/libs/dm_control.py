@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from engram._advice import advised
+from engram._packages import packages
 from engram.envs.gym import GymEnv
 
 
 def _modules() -> tuple[Any, Any]:
     """dm_control's suite, and shimmy's wrapper of a task. Raises ImportError where one is missing."""
-    try:
+    with packages("DMControlEnv", "engram[dm-control]", shimmy="shimmy", dm_control="dm_control"):
         from dm_control import suite
         from shimmy.dm_control_compatibility import DmControlCompatibilityV0
-    except ImportError as error:
-        raise ImportError('DMControlEnv needs shimmy and dm_control: pip install "engram[dm-control]"') from error
     return suite, DmControlCompatibilityV0
 
 
@@ -27,6 +27,7 @@ class _Tasks:
         return [(domain, list(tasks)) for domain, tasks in _modules()[0].TASKS_BY_DOMAIN.items()]
 
 
+@advised
 class DMControlEnv(GymEnv):
     """A task of the DeepMind Control Suite; its observations keep their names and are float64 as there.
 

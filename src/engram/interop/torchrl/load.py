@@ -36,7 +36,7 @@ from engram.interop.torchrl.files import (
 from engram.interop.torchrl.trajectories import SHAPE, flat_steps, h5_steps
 from engram.kernel.disk import Checkpoint, StoreFile
 from engram.kernel.rows import Receiver, has_memory_maps
-from engram.kernel.tools import visible, warn_user
+from engram.kernel.tools import user_path, visible, warn_user
 from engram.pytree import KeyPath
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def is_torchrl(path: str | os.PathLike[str]) -> bool:
     Such are the `scratch_dir` of its LazyMemmapStorage, and what `TensorDict.memmap` writes. False where engram's
     `dumps` wrote it.
     """
-    here = os.fspath(path)
+    here = os.fspath(user_path(path))
     if not os.path.isdir(here) or Checkpoint(here).has_pointer():
         return False
     storage = os.path.join(here, _STORAGE)
@@ -94,7 +94,7 @@ def open_torchrl(
         CorruptCheckpointError: it cannot be what was saved; the message names the file.
     """
     with ExitStack() as stack:
-        yield TorchrlDirectory(Folder(os.path.abspath(os.fspath(path)), stack), stack, receiver, rows)
+        yield TorchrlDirectory(Folder(os.path.abspath(user_path(path)), stack), stack, receiver, rows)
 
 
 class TorchrlDirectory:

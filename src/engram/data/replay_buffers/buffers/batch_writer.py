@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.writers.round_robin import Placing
-from engram.pytree import get_entry, stack
+from engram.pytree import get_entry, stack, to_tensor
 from engram.store.indexing import returned_index
 from engram.transforms.base import WriteRequest
 
@@ -56,12 +56,14 @@ class GivenPriorities:
             each = [self.of(item, True, -1) for item in items]
             if all(p is None for p in each):
                 return None
-            return torch.cat([torch.tensor([torch.nan], dtype=torch.float64) if p is None else p for p in each])
+            return torch.cat(
+                [torch.tensor([torch.nan], dtype=torch.float64, device="cpu") if p is None else p for p in each]
+            )
         given = get_entry(items, self._key)
         if given is None:
             return None
         dims = self._storage.ndim - 1 if single else self._storage.ndim
-        value = torch.as_tensor(given)
+        value = to_tensor(given)
         if not single and time_dim < value.ndim:
             value = value.movedim(time_dim, 0)
         lead = value.shape[:dims]
@@ -78,10 +80,10 @@ class GivenPriorities:
 
     def set(self, slots: Tensor | int, priorities: Tensor) -> None:
         """Gives written steps their priorities. Slot -1: the writer refused the step."""
-        at = torch.as_tensor(slots).reshape(-1)
+        at = to_tensor(slots).reshape(-1)
         # Of an item's priorities, one would be made of those of items that are gone.
         if self._storage.access.table.item_shape:
-            last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()))
+            last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()), device="cpu")
             at, priorities = at[last], priorities[last]
         given = ~priorities.isnan() & (at >= 0)
         self._sampler.update_priority(self._storage.from_slots(at[given]), priorities[given], storage=self._storage)
@@ -245,7 +247,7 @@ class BatchWriter:
             self._writer.check_mutable("extend")
             self._storage.check(made.held, single=made.single, time_dim=time_dim, index_key=self._writer.index_key)
         if items is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         if type(items) is list:
             items = self.as_batch(items, time_dim)
         priorities = None if update_priority is False else self._priorities_of(items, made.single, time_dim)

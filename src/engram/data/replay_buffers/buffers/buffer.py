@@ -9,20 +9,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, overload
+from typing import Any, ClassVar, Generic, Literal, NoReturn, Protocol, TypeAlias, overload
 from weakref import WeakMethod
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 from torch._dynamo import trace_rules
-from typing_extensions import Self, TypedDict, TypeVar, Unpack
+from typing_extensions import Never, Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
 from engram._arguments import BUILT_IN
-from engram._checks import is_integer
+from engram._checks import count_or_none
 from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state, refuse_what_stays
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
@@ -32,7 +32,7 @@ from engram.data.replay_buffers.buffers.batch_writer import ColumnRows
 from engram.data.replay_buffers.buffers.conditional import UpdateResult, as_patch, as_version, write_if_present
 from engram.data.replay_buffers.buffers.dataset import BatchDataset
 from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
-from engram.data.replay_buffers.buffers.in_place import grid_index, in_index_order, is_int
+from engram.data.replay_buffers.buffers.in_place import as_index, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.publishing import DrawCounts, StatsPublisher
 from engram.data.replay_buffers.buffers.stats import (
@@ -80,6 +80,7 @@ from engram.pytree import (
     get_entry,
     leaf_keys,
     move_dim,
+    to_tensor,
 )
 from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
@@ -152,6 +153,9 @@ class BufferArguments(TypedDict, total=False):
     delayed_init: bool | None
     transform_factory: Callable[[], TransformLike] | None
     publish_stats: bool
+
+
+_ENDED_BY_FAILURE = ("add", "extend", "sample")  # see `ReplayBuffer.report_failure`
 
 
 @advised
@@ -260,8 +264,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         if reuse_batches and (reason := why_not_reusable()) is not None:
             warn_user(f"reuse_batches=True does nothing here: {reason}")
         self._transform: Compose = transform  # type: ignore[assignment]  # __setattr__ makes a Compose of it
-        if prefetch is not None and prefetch < 0:
-            raise ValueError(f"prefetch must be 0 or more, got {prefetch}")
+        prefetch = count_or_none(prefetch, "prefetch", 0)
         self._prefetch = prefetch or 0
         self._handed_out = BatchCount()
         self._episodes = EpisodeIndex()
@@ -322,8 +325,10 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _is_shut_down = False
     _publisher: StatsPublisher | None = None
     _extends_plainly: ClassVar[bool] = True  # by the library's own `extend`
+    _failure: BaseException | None = None  # of what fills it in the background, to be raised by the next use
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("_parts", "_iteration", "_is_shut_down", "_publisher"), LEFT_OUT),
+        **dict.fromkeys(("_failure", *_ENDED_BY_FAILURE), LEFT_OUT),
         "_handed_out": Computed(lambda buffer: BatchCount()),
         "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
     }
@@ -341,7 +346,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         )  # fmt: skip
 
     # ---- writing ----
-    def add(self, data: T | Data) -> int | Tensor:
+    def add(self, data: T | Data, *others: Never) -> int | Tensor:
         """Stores one step; returns its index: an int, with ndim=2 int64 [envs, 2].
 
         With a transform that holds steps back: int64 [n], the indices of what was written.
@@ -349,6 +354,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
         """
+        if others:
+            raise _several_given("add", 1 + len(others))
         parts = self._parts
         writes, storage = parts.batch_writer, parts.storage
         plainly = writes.pushes and not writes.transform.transforms
@@ -362,7 +369,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         index: int | Tensor = writes.write(data, single=True)
         return index
 
-    def extend(self, data: T | Data | Sequence[T | Data], *, update_priority: bool | None = None) -> Tensor:
+    def extend(
+        self, data: T | Data | Sequence[T | Data], *others: Never, update_priority: bool | None = None
+    ) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
         A list is a list of items; a tuple is one pytree. Of more steps than fit, the last ones stay. A transform that
@@ -376,6 +385,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
             RuntimeError: the items of a list do not stack; the message names the item.
         """
+        if others:
+            raise _several_given("extend", 1 + len(others))
         parts = self._parts
         writes, storage = parts.batch_writer, parts.storage
         plainly = writes.pushes and not writes.transform.transforms
@@ -524,6 +535,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             self._parts.reader.check_room(self._batch_size)
         epochs: LoopEpochs = None
         while True:
+            if self._failure is not None:
+                self._raise_failure()
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
             try:
@@ -604,12 +617,36 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     # ---- by index ----
     def __len__(self) -> int:
         """Stored steps of all writers."""
+        if self._failure is not None:
+            self._raise_failure()
         return len(self._storage)
 
     @property
     def write_count(self) -> int:
         """Steps ever written."""
+        if self._failure is not None:
+            self._raise_failure()
         return self._storage.write_count
+
+    def report_failure(self, failure: BaseException | None) -> None:
+        """The next write, batch, `len` or `write_count` raises RuntimeError with this error as its cause.
+
+        For what fills the buffer in the background, as a collector after `start()`, and has ended: a program that waits
+        for rows would do so for ever. It is raised once; None: not at all.
+        """
+        self._failure = failure
+        for name in _ENDED_BY_FAILURE:  # on this object, so that it costs other calls nothing
+            if failure is None:
+                vars(self).pop(name, None)
+            else:
+                vars(self)[name] = self._raise_failure
+
+    def _raise_failure(self, *_: Any, **__: Any) -> NoReturn:
+        failure = self._failure
+        self.report_failure(None)
+        raise RuntimeError(
+            f"what filled this buffer in the background has ended with an error, no rows will come: {failure!r:.300}"
+        ) from failure
 
     def stats(self) -> BufferStats:
         """The state of the buffer in numbers, counted now: rows, bytes, capacity, writes, draws, episodes, writers.
@@ -645,7 +682,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         if isinstance(index, str) or (isinstance(index, tuple) and index and all(isinstance(k, str) for k in index)):
             everything: Any = self[:]
             return everything[index]
-        one_dimension = self._storage.ndim == 1
+        index, one_dimension = as_index(index), self._storage.ndim == 1
         if isinstance(index, tuple) and not one_dimension and len(index) > 1:
             rows = move_dim(self._storage.get(slice(None)), 0, self._parts.time_dim)[index]
         else:
@@ -653,11 +690,15 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             if not one_dimension and not is_int(index):
                 rows = move_dim(rows, 0, self._parts.time_dim)
         if self._collate_fn is not None and not is_int(index):
-            rows = self._collate_fn(rows)
+            # A lazy stack of a list storage: the items, as batches are made of.
+            of_items = isinstance(rows, LazyStackedTensorDict) and self._storage.access.item_reader is not None
+            rows = self._collate_fn(rows.tensordicts if of_items else rows)
         return self._transform.read(rows) if self._transform.transforms else rows
 
     def __setitem__(self, index: Index, items: T | Data | Sequence[T | Data]) -> None:
         """Replaces stored steps, for which this process must have the storage alone: those that `rb[...]` reads.
+
+        Of a step that the index names more than once the last counts, as for NumPy arrays.
 
         Raises:
             IndexError: a step that has not been written.
@@ -665,6 +706,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             StorageInUseError: another process has the storage open.
         """
         self._writer.check_mutable("rb[...] = ...")
+        index = as_index(index)
         items = self._parts.batch_writer.in_place(items)
         if self._storage.ndim > 1:
             if isinstance(index, tuple) and len(index) > 1:
@@ -699,7 +741,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
 
     def set_at_(self, key: Any, value: Any, index: Index) -> Self:
         """Sets one entry of the stored steps at an index, in place; value and errors as `set_`, in the form of
-        `rb[index]`. Also an IndexError: a step that has not been written.
+        `rb[index]`. Of a step that the index names more than once the last value counts. Also an IndexError: a step
+        that has not been written.
         """
         self._parts.change_entries({key: value}, index)
         return self
@@ -782,7 +825,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         if storage.lanes is None:
             raise IndexError("nothing has been written yet")
         slots = to_slots(index, storage.env_shape, storage.max_size or 0)
-        expected = torch.as_tensor(generation).cpu().reshape(-1)
+        expected = to_tensor(generation).cpu().reshape(-1)
         if len(slots) != len(expected):
             raise ValueError(f"{len(slots)} steps are indexed, {len(expected)} generations given; nothing was written")
         patch = as_patch(patch)
@@ -792,6 +835,26 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             patch = self._parts.batch_writer.as_batch(patch, 0)
         with self._parts.undisturbed(), storage.access.exclusive("update_if_present"):
             return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
+
+    def flush(self) -> None:
+        """Makes the rows written so far survive a power cut, where the storage is in a folder; else nothing.
+
+        (Rows that have been written survive the end of their process, a kill included, without it. Steps that a
+        transform holds back are not written yet: `flush_transforms`.)
+
+        Raises:
+            StorageError: the disk failed, and no row counts as flushed that did not before.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from engram.data import LazyMemmapStorage, ReplayBuffer
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     rb = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=folder))
+            ...     _ = rb.extend(torch.arange(3))
+            ...     rb.flush()
+            ...     rb.storage.close()
+        """
+        self.storage.flush()
 
     def empty(self, empty_write_count: bool = True) -> None:
         """Forgets every step, priority and prepared batch; the cursor is 0.
@@ -978,8 +1041,9 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         for part in transform.parts():
             if part.names_no_entry_to_invert():
                 warn_user(
-                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys)} are stored as "
-                    "they are written, and changed on reading only; in_keys_inv names the entries to change on writing",
+                    f"{part.kind} has `_inv_apply_transform` and no `in_keys_inv`: {list(part.in_keys) or 'entries'} "
+                    "are stored as they are written, and changed on reading only; in_keys_inv names the entries to "
+                    "change on writing",
                 )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -1178,6 +1242,16 @@ def sent_to_writers(buffer: Any) -> Any:
     return twin
 
 
+def _several_given(method: str, count: int) -> TypeError:
+    """The error of `add` and `extend` for the entries of a step, one by one."""
+    what = "one step" if method == "add" else "one batch of steps"
+    return TypeError(
+        f"{method}() takes {what}, a TensorDict or a dict, and got {count} values: "
+        f'{method}({{"observation": obs, "action": action, "next": {{"observation": next_obs, "reward": reward, '
+        '"done": done}}). Buffers with add(obs, next_obs, action, reward, done, infos) are in engram.compat.sb3'
+    )
+
+
 def _bytes_of(generator: torch.Generator | Generator | None) -> bytes | None:
     """Its state; as bytes, as a tensor made here would be gone before another process had received it."""
     state: bytes | None = None if generator is None else state_of(generator).numpy().tobytes()
@@ -1213,11 +1287,7 @@ def _with_capacity(storage: Storage | None, capacity: int | None) -> Storage:
 
 
 def _checked_batch_size(batch_size: Any) -> int | None:
-    if batch_size is None:
-        return None
-    if not is_integer(batch_size, 1):
-        raise ValueError(f"batch_size must be a positive integer, got {batch_size!r}")
-    return int(batch_size)
+    return count_or_none(batch_size, "batch_size")
 
 
 def _chosen_batch_size(own: int | None, batch_size: Any) -> int:

@@ -30,7 +30,7 @@ from engram.pytree import (
     unflatten,
     unstack,
 )
-from engram.store.indexing import stored_generations
+from engram.store.indexing import last_of_each, stored_generations
 from engram.store.table import Table
 
 
@@ -141,7 +141,9 @@ def write_if_present(
     change = _ItemPatch(patch, n) if access.item_reader is not None else _RowPatch(source, patch, n, index_key)
     present = (stored_generations(storage.lanes, slots) == generation) & (generation >= 0)
     updated = present if version is None else present & _new_enough(source, slots, present, version)
-    chosen = _last_of_each_slot(slots, updated)
+    chosen = updated.nonzero().flatten()
+    if (last := last_of_each(slots[chosen])) is not None:
+        chosen = chosen[last]
     if len(chosen):
         # A patch of whole rows needs none that are stored, unless these keep what it does not have.
         stored = source.read(slots[chosen]).batch if version is not None or not change.is_whole else None
@@ -190,7 +192,7 @@ class _RowPatch:
     def applied(self, stored: Any, positions: Tensor) -> Any:
         """The rows to write for the records at these positions."""
         if self.is_whole:
-            mask = torch.zeros(self._n, dtype=torch.bool)
+            mask = torch.zeros(self._n, dtype=torch.bool, device="cpu")
             mask[positions] = True
             return select_rows(self._patch, mask)
         if isinstance(stored, list):
@@ -285,7 +287,7 @@ def _item_with(item: Any, entries: Any) -> Any:
 # ---- versions ----
 def _new_enough(storage: Storage | Table, slots: Tensor, present: Tensor, version: Version) -> Tensor:
     """bool [n]: whose version is not older (newer, where that is required) than that of the step as it is by then."""
-    accepted = torch.zeros(len(slots), dtype=torch.bool)
+    accepted = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
     positions = present.nonzero().flatten()
     if not len(positions):
         return accepted
@@ -323,9 +325,3 @@ def _with_versions(rows: Any, version: Version, positions: Tensor) -> Any:
             )
         set_entry(row, version.path, new.reshape(old.shape).to(old.device))
     return rows
-
-
-def _last_of_each_slot(slots: Tensor, mask: Tensor) -> Tensor:
-    """Positions (int64) where the mask holds, of each slot the last one."""
-    last = {slot: k for k, (slot, holds) in enumerate(zip(slots.tolist(), mask.tolist(), strict=True)) if holds}
-    return torch.tensor(sorted(last.values()), dtype=torch.int64)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
+from typing_extensions import Never
 
 from engram._advice import advised
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, shown_buffer
@@ -171,11 +172,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
             self._transform.empty()
 
     # ---- not here ----
-    def add(self, data: Any) -> NoReturn:
+    def add(self, data: Any, *others: Never) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("add(...)")
 
-    def extend(self, data: Any, *, update_priority: bool | None = None) -> NoReturn:
+    def extend(self, data: Any, *others: Never, update_priority: bool | None = None) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("extend(...)")
 
@@ -215,9 +216,13 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows, of members that are TensorDict buffers, from `data[priority_key]`.
 
+        For samplers without priorities there is nothing to do, whatever keys the batch has.
+
         Raises:
             KeyError: the batch has no such key, or no `"index"` with `"index"` and `"buffer_ids"`.
         """
+        if not self._sampler.takes_priorities:
+            return
         key = next((rb.priority_key for rb in self._members if hasattr(rb, "priority_key")), "td_error")
         for name in (key, "index"):
             if name not in data.keys():  # noqa: SIM118 -- a TensorDict iterates over rows

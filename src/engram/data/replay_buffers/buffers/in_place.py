@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.buffers.conditional import kept_entries
-from engram.pytree import KeyPath, key_path, move_dim, set_existing
+from engram.pytree import KeyPath, key_path, move_dim, set_existing, to_tensor
 from engram.store.indexing import select, stored_slots, to_slots
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 def is_int(index: Any) -> bool:
     """Whether an index names one step."""
     return hasattr(index, "__index__") and not (isinstance(index, Tensor) and index.ndim)
+
+
+def as_index(index: Any) -> Any:
+    """An index as users write it; of `(i,)` what is in it, as for arrays."""
+    return index[0] if isinstance(index, tuple) and len(index) == 1 else index
 
 
 def grid_index(storage: Storage, time_dim: int, index: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -46,6 +51,7 @@ def change_entries(
     storage: Storage, time_dim: int, values: Mapping[Any, Any], index: Any, index_key: str | None
 ) -> None:
     """Sets some entries of the stored steps at an index. The caller has the storage alone."""
+    index = as_index(index)
     access, along_time = storage.access, storage.ndim > 1 and not is_int(index)
     if along_time and isinstance(index, tuple) and len(index) > 1:
         index, along_time = grid_index(storage, time_dim, index), False
@@ -71,7 +77,7 @@ def in_index_order(storage: Storage, time_dim: int, index: Any, priority: Any) -
     envs = math.prod(env_shape)
     if not isinstance(index, Tensor) or index.ndim != 2 or index.shape[-1] != ndim or not env_shape:
         return priority
-    values = torch.as_tensor(priority)
+    values = to_tensor(priority)
     if values.ndim != ndim or values.numel() != len(index) or len(values) == len(index):
         return priority
     values = values.movedim(time_dim, 0)
@@ -79,7 +85,7 @@ def in_index_order(storage: Storage, time_dim: int, index: Any, priority: Any) -
     whole_steps = tuple(values.shape[1:]) == env_shape
     if whole_steps:
         by_step = slots.reshape(-1, envs)
-        whole_steps = torch.equal(by_step, by_step[:, :1] // envs * envs + torch.arange(envs))
+        whole_steps = torch.equal(by_step, by_step[:, :1] // envs * envs + torch.arange(envs, device="cpu"))
     if not whole_steps:
         # Of a part of the batch, or in another order, nobody knows which priority is of which step.
         raise ValueError(

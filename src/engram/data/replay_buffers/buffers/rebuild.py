@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from engram import _forms as forms
 from engram import transforms
 from engram._arguments import BUILT_IN, DESCRIPTION, MissingPartError, restored
+from engram._system import user_path
 from engram._text import visible
 from engram.checkpoint.directory import HOOKED
 from engram.checkpoint.reader import Checkpoint
@@ -160,7 +160,8 @@ def load(
         >>> again.sampler, again.batch_size, len(again)
         (SliceSampler(slice_len=2, strict_length=True, span=(False, False)), 8, 6)
     """
-    if StoreFile.is_in(Path(path)):
+    path = user_path(path)
+    if StoreFile.is_in(path):
         if storage is not None or snapshot is not None:
             raise ValueError(
                 f"{visible(path)} is a mapped store, which is opened in its place: give no storage and no snapshot"
@@ -192,7 +193,7 @@ def load(
         raise CheckpointMisfitError(f"the parts saved in {path} do not fit their storage", [str(error)]) from error
     with buffer._parts.undisturbed():
         loaded = tuple(part for part in PARTS if part not in made.left_out)
-        load_buffer(buffer._saved_form, Path(path), name, loaded, made.loadable_states)
+        load_buffer(buffer._saved_form, path, name, loaded, made.loadable_states)
     if missing:
         text = visible(f"{path}: not saved, and so missing in this buffer: {'; '.join(missing)}")
         warnings.warn(text, stacklevel=2)

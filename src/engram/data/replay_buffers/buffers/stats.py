@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from engram._figures import ReadAsMapping
 from engram._system import human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
@@ -17,8 +18,22 @@ from engram.store.writers import WriterShare, writer_shares
 _COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes
 
 
-class BufferStats(NamedTuple):
+class _Counts(NamedTuple):
+    rows: int
+    bytes: int
+    capacity: int | None
+    writes: int
+    draws: int
+    episodes: int | None
+    writers: tuple[WriterShare, ...] = ()
+    compact: ObservationShares | None = None
+
+
+class BufferStats(ReadAsMapping, _Counts):
     """What a buffer holds, and what has been done with it; there may be more fields later.
+
+    Also read as a mapping, `stats["rows"]` or `dict(stats)`, which has TorchRL's names, too: `size` and `write_count`
+    (`rows` and `writes`), `utilization` (rows / capacity, where there is one) and `initialized`.
 
     Attributes:
         rows: stored steps, of all environments.
@@ -41,16 +56,14 @@ class BufferStats(NamedTuple):
         >>> rb.stats()
         BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
                     writers=(), compact=None)
+        >>> rb.stats()["size"], dict(rb.stats())["utilization"]
+        (4, 1.0)
     """
 
-    rows: int
-    bytes: int
-    capacity: int | None
-    writes: int
-    draws: int
-    episodes: int | None
-    writers: tuple[WriterShare, ...] = ()
-    compact: ObservationShares | None = None
+    def by_name(self) -> dict[str, Any]:
+        """What the mapping has: the fields, and TorchRL's names."""
+        used = {"utilization": self.rows / self.capacity} if self.capacity else {}
+        return {**self._asdict(), "size": self.rows, "write_count": self.writes, **used, "initialized": True}
 
 
 class BatchCount:

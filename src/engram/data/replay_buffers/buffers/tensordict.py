@@ -69,6 +69,8 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
     def update_tensordict_priority(self, data: Any) -> None:
         """Sets the priorities of a batch's rows from `data[priority_key]`.
 
+        For samplers without priorities there is nothing to do, whatever keys the batch has.
+
         Raises:
             KeyError: the batch has no such key, or no `"index"`.
             TypeError: the batch has no keys.
@@ -78,6 +80,8 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
                 f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
                 f"{type(data).__name__}; nothing was changed"
             )
+        if not self._sampler.takes_priorities:
+            return
         try:
             index, priority = data["index"], data[self._priority_key]
         except KeyError:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+import engram._native as _native
 from engram._advice import advised
 from engram._arguments import BUILT_IN, KeepsArguments
+from engram._checks import is_integer
 from engram._copies import Computed, PartlyCopied, pickle_by_state
 from engram._generator import Generator
 from engram._overrides import overrides
@@ -170,7 +172,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     is given the priorities that come with data.
 
     Draws come from torch's global generator, or from the buffer's own where it has one. Every sampler takes
-    `compilable=`, without effect: under `torch.compile` each draw is a graph break.
+    `compilable=`, without effect: under `torch.compile` each draw is a graph break; and `rank=`, the number of this
+    process among several learners, which from one seed draw other rows at each rank. At rank 0 draws are as without.
     """
 
     # The names of methods that it has in place of those of `Sampler`, or beside them.
@@ -181,8 +184,11 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         "storage_state": Computed(_copied_state),
     }
     storage_state: StorageState = _NOTHING
+    #: Whether `update_priority` does anything.
+    takes_priorities: Any = False
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
+    _rank = 0  # the number of this process among several learners
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
 
@@ -193,12 +199,20 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
         pickle_by_state(cls, cls._check_sending)
         cls._own_methods = own
+        if "takes_priorities" not in vars(cls):
+            cls.takes_priorities = "update_priority" in own
 
-    def __init__(self, compilable: bool = False) -> None:
+    def __init__(self, compilable: bool = False, *, rank: int = 0) -> None:
+        if not is_integer(rank, 0):
+            raise ValueError(
+                f"rank is the number of this process, 0 or more, as dist.get_rank() gives it; got {rank!r}"
+            )
+        if rank:  # not of a copy, which has that of its original
+            self._rank = int(rank)
         self.lock = threading.RLock()
         _live.add(self)
         self._generator: torch.Generator | Generator | None = None
-        self._seed = torch.empty(1, dtype=torch.int64)
+        self._seed = torch.empty(1, dtype=torch.int64, device="cpu")
         # While a view of it lives, `random_` releases the GIL once instead of four times (torch 2.13).
         self._seed_view = self._seed.view(1)
 
@@ -297,7 +311,8 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
                 reduced over them (`reduction`).
             generation: int64 [n], as `info["generation"]` has it: where a slot holds another step by now, the update is
                 left out and counted in `skipped`.
-            storage: of the steps; the one that was sampled last if None.
+            storage: of the steps; if None the one that was sampled last, or that of the buffer. Without one the update
+                is kept, and made before the first draw, where it is an error if it does not fit the storage.
 
         Where whole trajectories are stored as items, what is given for an item's steps is reduced to one priority. Of a
         step that is named twice the last priority stays.
@@ -414,12 +429,13 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         """
         if lanes is None or not (len(lanes) or lanes.any_rows() or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
-        generator = self._generator
+        generator, seed = self._generator, self._seed
         if isinstance(generator, Generator):
-            generator.write_seed(self._seed)
-            return self._seed
-        with drawing:
-            return self._seed.random_(generator=generator)
+            generator.write_seed(seed)
+        else:
+            with drawing:
+                seed = seed.random_(generator=generator)
+        return seed.fill_(_native.seed_of_rank(int(seed), self._rank)) if self._rank else seed
 
     def _config(self) -> dict[str, Any]:
         """Settings that decide which rows are drawn. They are saved, and a state is only loaded where they are the
@@ -557,6 +573,10 @@ class _AdaptedSampler(Sampler):
 
     def extend(self, index: Any) -> None:
         self._call("extend", index)
+
+    @property
+    def takes_priorities(self) -> bool:
+        return "update_priority" in self._has
 
     def update_priority(self, index: Any, priority: Any, **more: Any) -> None:
         self._call("update_priority", index, priority, **more)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import engram._native as _native
-from engram.pytree import KeyPath
+from engram.pytree import KeyPath, to_tensor
 from engram.store.episodes import EpisodeIndex
 
 Index = Tensor | tuple[Tensor, ...]
@@ -135,7 +135,7 @@ class Draw:
         while done < len(positions):  # the last draw of an epoch may give fewer
             fresh = self.again(len(positions) - done)
             self._check(fresh, len(positions))
-            at = torch.tensor(positions[done : done + len(fresh.slots)])
+            at = torch.tensor(positions[done : done + len(fresh.slots)], device="cpu")
             slots[at] = fresh.slots[: len(at)]
             put_rows(self.info, fresh.info, at, n)
             if self.seen is not None:
@@ -159,7 +159,7 @@ class Draw:
         # A child adds entries in `sample` only: with some there are no more rows for this batch.
         if not any(is_per_row(value, len(self.slots)) for value in self.info.values()):
             fresh = rest(len(positions))
-        keep = torch.ones(len(self.slots), dtype=torch.bool)
+        keep = torch.ones(len(self.slots), dtype=torch.bool, device="cpu")
         keep[positions[len(fresh) :]] = False
         slots = self.slots.clone()
         slots[positions[: len(fresh)]] = fresh
@@ -184,7 +184,7 @@ class DrawnSequences:
 
     def replace(self, positions: list[int], fresh: DrawnSequences) -> None:
         """Other rows were drawn for those at these positions."""
-        self.sequences = self.sequences.index_copy(0, torch.tensor(positions), fresh.sequences)
+        self.sequences = self.sequences.index_copy(0, torch.tensor(positions, device="cpu"), fresh.sequences)
 
 
 def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) -> None:
@@ -194,7 +194,7 @@ def put_rows(info: dict[str, Any], fresh: dict[str, Any], at: Tensor, n: int) ->
         if not is_per_row(old, n) or not is_per_row(value) or len(value) < len(at):
             continue
         if isinstance(old, Tensor):
-            info[key] = old.index_copy(0, at, torch.as_tensor(value[: len(at)]).to(old))
+            info[key] = old.index_copy(0, at, to_tensor(value[: len(at)]).to(old))
         else:
             info[key] = old.copy()
             for place, one in zip(at.tolist(), value, strict=False):

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from engram import _forms as forms
 from engram._arguments import BUILT_IN
-from engram._checks import is_integer
+from engram._checks import count_or_none
 from engram._copies import refuse_what_stays
 from engram._generator import Generator
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked, user_object
 from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
+from engram.pytree import to_tensor
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -66,11 +67,9 @@ class SamplerEnsemble(Sampler, built_in=True):
                 f"with sample_from_all all {len(samplers)} members are in every batch, not "
                 f"num_buffer_sampled={num_buffer_sampled}; leave it out"
             )
-        if num_buffer_sampled is not None and not is_integer(num_buffer_sampled, 1):
-            raise ValueError(f"num_buffer_sampled must be a positive integer, got {num_buffer_sampled!r}")
         self.sample_from_all = sample_from_all
-        self.num_buffer_sampled = len(samplers) if num_buffer_sampled is None else int(num_buffer_sampled)
-        self._uniform = torch.empty(self.num_buffer_sampled, dtype=torch.float64)
+        self.num_buffer_sampled = count_or_none(num_buffer_sampled, "num_buffer_sampled") or len(samplers)
+        self._uniform = torch.empty(self.num_buffer_sampled, dtype=torch.float64, device="cpu")
         self.p = p
 
     @property
@@ -92,7 +91,7 @@ class SamplerEnsemble(Sampler, built_in=True):
                 f"p must have one weight for each of {len(self.members)} members, got {p!r}; can_sample(batch_size) "
                 "of a buffer says whether it can be drawn from, and p may be set at any time"
             )
-        weights = None if p is None else torch.as_tensor(p, dtype=torch.float64).tolist()
+        weights = None if p is None else to_tensor(p, dtype=torch.float64).tolist()
         if weights is not None:
             if not isinstance(weights, list) or len(weights) != len(self.members):
                 raise ValueError(f"p must have one weight for each of {len(self.members)} members, got {p!r}")
@@ -176,6 +175,10 @@ class SamplerEnsemble(Sampler, built_in=True):
             for sampler in self.members:
                 sampler.use_generator(generator)
 
+    @property
+    def takes_priorities(self) -> bool:
+        return any(sampler.takes_priorities for sampler in self.members)
+
     def update_priority(
         self,
         index: Any,
@@ -196,10 +199,10 @@ class SamplerEnsemble(Sampler, built_in=True):
         """
         ids, index = _whose(index, buffer_ids)
         rows = index.reshape(ids.numel(), -1).squeeze(-1)
-        priority = torch.as_tensor(priority)
+        priority = to_tensor(priority)
         if priority.ndim:
             priority = priority.reshape(ids.numel(), -1).squeeze(-1)
-        generation = None if generation is None else torch.as_tensor(generation).reshape(-1)
+        generation = None if generation is None else to_tensor(generation).reshape(-1)
         for i in sorted(set(ids.reshape(-1).tolist())):
             mine = (ids == i).reshape(-1)
             # A sampler of a user's own may take no generation: it is only given where there is one.
@@ -287,7 +290,7 @@ class _SavedSamplers(SavedEnsemble):
 
 def ids_of(ids: list[int], n: int) -> Tensor:
     """The member of each row: int64 [members, n]."""
-    return torch.tensor(ids).unsqueeze(1).repeat(1, n)
+    return torch.tensor(ids, device="cpu").unsqueeze(1).repeat(1, n)
 
 
 def joined(infos: list[dict[str, Any]]) -> dict[str, Any]:
@@ -315,5 +318,5 @@ def _whose(index: Any, buffer_ids: Any) -> tuple[Tensor, Tensor]:
         )
     if isinstance(index, list):
         index = torch.stack([torch.stack(one, -1) if isinstance(one, tuple) else one for one in index])
-    ids = torch.as_tensor(buffer_ids)
-    return ids, torch.as_tensor(index)
+    ids = to_tensor(buffer_ids)
+    return ids, to_tensor(index)

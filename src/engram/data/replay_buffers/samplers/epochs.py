@@ -261,13 +261,13 @@ class RowEpochs(Epochs):
             if len(self.walk.take(lanes.store, position, 1, self.stop)[0]):
                 self.place["position"] = position
                 return drawn
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
 
     def rest(self) -> Tensor | None:
         """The slots that are left of the epoch, in their order; None before the first one, empty after a last batch."""
         lanes = self.lanes()
         if self.walk is None or self.epoch is None or lanes is None:
-            return torch.empty(0, dtype=torch.int64) if self.ran_out else None
+            return torch.empty(0, dtype=torch.int64, device="cpu") if self.ran_out else None
         return self.walk.take(lanes.store, self.place["position"], len(self.walk), self.stop)[0]
 
     def _some_overwritten(self, lanes: Lanes) -> bool:
@@ -476,7 +476,7 @@ class SliceEpochs(Epochs, RunSource):
     def rest(self) -> Tensor | None:
         """The trajectories that are left of the epoch, in their order; None before the first one, empty after it."""
         if self.walk is None or self.epoch is None:
-            return torch.empty(0, dtype=torch.int64) if self.ran_out else None
+            return torch.empty(0, dtype=torch.int64, device="cpu") if self.ran_out else None
         return self.walk.rest(self.place["position"])
 
     def _moved(self, epoch: dict[str, Any], shifts: list[int]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import _forms as forms
 from engram._advice import advised
-from engram._checks import is_integer
+from engram._checks import count_or_none
 from engram._copies import Computed, CopiedAsPlain
 from engram._system import drawing
 from engram._text import warn_user
@@ -31,6 +31,7 @@ from engram.data.replay_buffers.samplers.base import (
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, Index
 from engram.data.replay_buffers.samplers.runs import RunSource, Seed, draw_beside_writers
 from engram.errors import is_masked, masked_array
+from engram.pytree import to_tensor
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import select, tensor_of, to_slots
 
@@ -59,6 +60,26 @@ def _checked(name: str, value: Any) -> float:
     if not (number >= 0 and math.isfinite(number)):
         raise ValueError(f"{name} must be a finite number of 0 or more, got {value!r}")
     return number
+
+
+class _Given(NamedTuple):
+    """What `update_priority`, or `mark_update` (priority None), was given."""
+
+    index: Any
+    priority: Tensor | None
+    generation: Any
+
+    def apply_to(self, table: PriorityTable, storage: Storage) -> None:
+        """Makes the update. Raises IndexError or ValueError if it does not fit the storage."""
+        try:
+            if self.priority is None:
+                table.mark(self.index, storage)
+            else:
+                table.update(self.index, self.priority, self.generation, storage)
+        except (IndexError, ValueError) as error:
+            raise type(error)(
+                f"priorities were given before the sampler had a storage, and do not fit this one: {error}"
+            ) from error
 
 
 class DrawnInfo(CopiedAsPlain, dict[str, Any]):
@@ -103,13 +124,12 @@ class PriorityTable(RunSource):
         max_priority_within_buffer: bool,
         starts_only: bool = False,
     ) -> None:
-        if max_capacity is not None and not is_integer(max_capacity, 1):
-            raise ValueError(f"max_capacity must be a positive integer or None, got {max_capacity!r}")
+        capacity = count_or_none(max_capacity, "max_capacity")
         if dtype not in _WEIGHTS:
             raise ValueError(f"dtype must be a floating point type for weights ({_WEIGHTS}), got {dtype!r}")
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
-        self.max_capacity = None if max_capacity is None else int(max_capacity)
+        self.max_capacity = capacity
         self.dtype = dtype
         self.reduction = reduction
         self.max_priority_within_buffer = bool(max_priority_within_buffer)
@@ -123,6 +143,7 @@ class PriorityTable(RunSource):
         self._storage: weakref.ref[Storage] | None = None  # the one that was used last
         self._attached: weakref.ref[Storage] | None = None  # that of the buffer which was made last
         self._fits = False  # whether it cannot outgrow `max_capacity`
+        self._given: list[_Given] = []  # updates that came before there was a storage
 
     def _new_priorities(self) -> _native.Priorities:
         return _native.Priorities(self._alpha, self._eps, self.max_priority_within_buffer, self._starts_only)
@@ -173,6 +194,10 @@ class PriorityTable(RunSource):
             if self._found_in != _store_of_now(lanes):
                 self._resume(storage, lanes)
             self._waiting = self._found_in = None
+        if self._given:
+            given, self._given = self._given, []
+            for one in given:
+                one.apply_to(self, storage)
         return self._priorities
 
     def find(self, storage: Storage) -> None:
@@ -220,6 +245,11 @@ class PriorityTable(RunSource):
     # ---- priorities ----
     def update(self, index: Any, priority: Any, generation: Any, storage: Storage | None) -> None:
         """As `Sampler.update_priority`."""
+        if storage is None and self._newest_storage is None:
+            p = _real(priority).clone()  # the caller's may change before they are used
+            self._priorities.check(p.reshape(-1).contiguous())
+            self._given.append(_Given(copy.deepcopy(index), p, copy.deepcopy(generation)))
+            return
         where, lanes = self._stored_in(storage)
         if (
             type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
@@ -248,6 +278,9 @@ class PriorityTable(RunSource):
 
     def mark(self, index: Any, storage: Storage | None) -> None:
         """As `Sampler.mark_update`."""
+        if storage is None and self._newest_storage is None:
+            self._given.append(_Given(copy.deepcopy(index), None, None))
+            return
         where, lanes = self._stored_in(storage)
         self.following(where, lanes).mark(lanes.store, _slots(where, lanes, index)[0])
 
@@ -287,7 +320,7 @@ class PriorityTable(RunSource):
         if not self.slots:
             return self.default_priority, None
         where, lanes = self._stored_in(self._newest_storage)
-        priorities = self.following(where, lanes).of(lanes.store, torch.arange(self.slots))
+        priorities = self.following(where, lanes).of(lanes.store, torch.arange(self.slots, device="cpu"))
         highest = self._priorities.new_priority
         holding = (priorities == highest).nonzero()
         return highest, int(holding[-1]) if len(holding) else None
@@ -346,10 +379,11 @@ class PriorityTable(RunSource):
         """Forgets all priorities."""
         self._priorities.forget()
         self._waiting = self._found_in = None
+        self._given = []
 
     def _stored_in(self, storage: Storage | None) -> tuple[Storage, Lanes]:
         if storage is None:
-            storage = self.storage_in_use
+            storage = self._newest_storage
         if storage is None:
             raise RuntimeError("the sampler has not been used with a storage yet; say which with storage=...")
         lanes = storage.lanes
@@ -373,7 +407,7 @@ class PriorityTable(RunSource):
             return {**self._waiting, **settings}
         if storage is None or storage.lanes is None:
             return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
-                    "priorities": torch.empty(0, dtype=torch.float64), "lane_capacity": None}  # fmt: skip
+                    "priorities": torch.empty(0, dtype=torch.float64, device="cpu"), "lane_capacity": None}  # fmt: skip
         store = storage.lanes.store
         seen, highest, latest, skipped, priorities = of_rows(self.following(storage, storage.lanes), store)
         return {**settings, "seen": [list(rows) for rows in seen], "max_priority": highest, "latest_priority": latest,
@@ -411,7 +445,7 @@ class PriorityTable(RunSource):
         p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
         if p.ndim != 1 or len(p) != steps * storage.lanes.envs:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
-        highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64)
+        highest = torch.tensor([state["max_priority"], state["latest_priority"]], dtype=torch.float64, device="cpu")
         for values in (p.contiguous(), highest):
             self._priorities.check(values)
 
@@ -435,7 +469,7 @@ class PriorityTable(RunSource):
 
     def _with_waiting(self, waiting: dict[str, Any]) -> PriorityTable:
         table = PriorityTable.__new__(PriorityTable)
-        anew = {"_priorities": self._new_priorities(), "_waiting": waiting, "_found_in": None}
+        anew = {"_priorities": self._new_priorities(), "_waiting": waiting, "_found_in": None, "_given": []}
         vars(table).update({**vars(self), **anew})
         return table
 
@@ -443,6 +477,7 @@ class PriorityTable(RunSource):
         self._priorities = self._new_priorities()
         assert self._waiting is not None
         self._waiting = {**self._waiting, "priorities": torch.from_numpy(self._waiting["priorities"])}
+        vars(self).setdefault("_given", [])  # which an earlier version did not have
         if "_beta" in vars(self):  # an earlier version has pickled it
             self.beta = vars(self).pop("_beta")
 
@@ -459,7 +494,7 @@ class SumTreeView:
 
     def __getitem__(self, index: Any) -> Any:
         """The leaf of a slot, `(p + eps) ** alpha`, a float; float64 [n] of int64 [n]."""
-        slots = torch.as_tensor(index, dtype=torch.int64)
+        slots = to_tensor(index, dtype=torch.int64)
         with self._sampler.lock:
             leaves = self._sampler.storage_state.leaves(slots.reshape(-1))
         return leaves.reshape(slots.shape) if slots.ndim else float(leaves)
@@ -467,7 +502,7 @@ class SumTreeView:
     def query(self, begin: int, end: int) -> float:
         """The sum of the leaves of the slots `begin` to `end - 1`."""
         begin, end = max(int(begin), 0), min(int(end), len(self))
-        return float(self[torch.arange(begin, end)].sum()) if begin < end else 0.0
+        return float(self[torch.arange(begin, end, device="cpu")].sum()) if begin < end else 0.0
 
 
 @advised
@@ -513,8 +548,9 @@ class PrioritizedSampler(Sampler, built_in=True):
         max_priority_within_buffer: bool = False,
         *,
         compilable: bool = False,
+        rank: int = 0,
     ) -> None:
-        super().__init__(compilable)
+        super().__init__(compilable, rank=rank)
         self.storage_state = PriorityTable(max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer)
 
     storage_state: PriorityTable
@@ -778,7 +814,7 @@ def _one_for_each_item(
 def _whole_numbers(generation: Any) -> Tensor:
     """Generations of any form: int64 [n]."""
     try:
-        given = torch.as_tensor(generation).cpu()
+        given = to_tensor(generation).cpu()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         given = None
     if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():

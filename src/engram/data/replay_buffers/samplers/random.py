@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import Tensor
+from typing_extensions import Self
 
 import engram._native as _native
-from engram._checks import is_integer
+from engram._checks import count
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     EMPTY,
@@ -33,12 +34,28 @@ if TYPE_CHECKING:
 class RandomSampler(Sampler, built_in=True):
     """Uniform over everything stored, with replacement.
 
+    Args:
+        rank: of several learners with one seed, which one this is: `dist.get_rank()`. Each draws other rows.
+        replacement: False makes a `SamplerWithoutReplacement`, which takes the further arguments.
+
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=RandomSampler(), batch_size=3)
         >>> _ = rb.extend(torch.arange(5))
         >>> rb.sample().shape
         torch.Size([3])
     """
+
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Self:
+        if replacement or cls is not RandomSampler:
+            return super().__new__(cls, *args, **settings)
+        compilable = dict(zip(("compilable",), args, strict=False))
+        return SamplerWithoutReplacement(**compilable, **settings)  # type: ignore[return-value]  # TorchRL's form
+
+    def __init__(self, compilable: bool = False, *, replacement: bool = True, rank: int = 0) -> None:
+        if not replacement:
+            kind = type(self).__name__
+            raise TypeError(f"a {kind} draws with replacement; one of SamplerWithoutReplacement does not")
+        super().__init__(compilable, rank=rank)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
@@ -56,7 +73,7 @@ class RandomSampler(Sampler, built_in=True):
         return DrawTotals(float(stored_rows(storage)))
 
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
-        return torch.ones(len(slots), dtype=torch.float64)
+        return torch.ones(len(slots), dtype=torch.float64, device="cpu")
 
 
 class SamplerWithoutReplacement(Sampler, built_in=True):
@@ -100,7 +117,10 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
     ) -> None:
         super().__init__(compilable)
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank}")
+            raise ValueError(
+                f"rank must be 0 to world_size - 1 = {world_size - 1}, got {rank}: learners share each epoch, and "
+                "world_size= says in how many parts it is cut"
+            )
         self.rank, self.world_size, self.seed = int(rank), int(world_size), int(seed)
         self._worker: WorkerShare | None = None  # in a worker process that has a part of each epoch
         self._least_parts = self.world_size  # in how many parts an epoch is cut
@@ -144,7 +164,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         raise RuntimeError("writers overwrite the rows of every epoch before they can be read; use RandomSampler")
 
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
-        return torch.ones(len(slots), dtype=torch.float64)
+        return torch.ones(len(slots), dtype=torch.float64, device="cpu")
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         plan = super().draw_plan(storage)
@@ -216,11 +236,10 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 
     def set_epoch(self, epoch: int) -> None:
         """With several learners: the next epoch is the one of this number, the same in all of them."""
-        if not is_integer(epoch, 0):
-            raise ValueError(f"an epoch has a number of 0 or more, got {epoch!r}")
+        number = count(epoch, "epoch", 0)
         with self.lock:
             self.empty()
-            self.storage_state.number = int(epoch)
+            self.storage_state.number = number
 
     @property
     def ran_out(self) -> bool:

@@ -351,7 +351,7 @@ class RunsOfRows:
         return self._mask
 
     def ids(self) -> Tensor:
-        return torch.arange(len(self._last)) // self._length
+        return torch.arange(len(self._last), device="cpu") // self._length
 
     def mark_last(self, tensor: Any) -> bool:
         """False: flags are not set in place."""
@@ -549,5 +549,5 @@ def _stored_flag(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor | Non
         lanes = storage.lanes
         assert lanes is not None
         rows = storage.column(path, slots // lanes.envs)
-        each = rows.reshape(len(slots), lanes.envs, -1)[torch.arange(len(slots)), slots % lanes.envs]
+        each = rows.reshape(len(slots), lanes.envs, -1)[torch.arange(len(slots), device="cpu"), slots % lanes.envs]
     return each.cpu().to(torch.bool).any(1, keepdim=True)

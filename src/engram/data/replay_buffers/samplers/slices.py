@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 import engram._native as _native
 from engram._advice import advised
 from engram._arguments import BUILT_IN
-from engram._checks import is_integer
+from engram._checks import count, count_or_none, is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     DrawTotals,
@@ -82,11 +83,7 @@ def setting(name: str, checked: Callable[[Any], Any] | None = None) -> Any:
 
 
 def _positive(n: Any, name: str) -> int | None:
-    if n is None:
-        return None
-    if not is_integer(n, 1):
-        raise ValueError(f"{name} must be a positive integer, got {n!r}")
-    return int(n)
+    return count_or_none(n, name)
 
 
 def _pair(span: Any) -> tuple[Cut, Cut]:
@@ -106,9 +103,7 @@ def _weight(weight: Any) -> Weight:
 
 
 def _burn_in(rows: Any) -> int:
-    if not is_integer(rows, 0):
-        raise ValueError(f"burn_in must be 0 or more, got {rows!r}")
-    return int(rows)
+    return count(rows, "burn_in", 0)
 
 
 def _settings_of(kind: type[SliceSampler]) -> list[str]:
@@ -162,6 +157,8 @@ class SliceSampler(Sampler, built_in=True):
             by the end of its trajectory). With `span` one of all windows. A batch costs the same either way.
         compile, use_gpu, step_key: accepted, without effect: slices are drawn by native code, and steps of a trajectory
             are stored in their order. `fragmented` may be False.
+        rank: of several learners with one seed, which one this is: `dist.get_rank()`. Each draws other slices.
+        replacement: False makes a `SliceSamplerWithoutReplacement`, which also takes `drop_last` and `shuffle`.
 
     Raises:
         ValueError: a setting that is not allowed; at `sample`, a batch size that does not divide.
@@ -189,6 +186,10 @@ class SliceSampler(Sampler, built_in=True):
         super().__init_subclass__(**kwargs)
         cls._own_settings = tuple(name for name in _settings_of(cls) if not _is_setting(cls, name))
 
+    def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Self:
+        kind: Any = SliceSamplerWithoutReplacement if cls is SliceSampler and not replacement else cls
+        return super().__new__(kind, *args, **settings)  # type: ignore[no-any-return]
+
     def __init__(
         self,
         *,
@@ -208,8 +209,17 @@ class SliceSampler(Sampler, built_in=True):
         slice_key: Key | None = None,
         weight: Weight = "trajectories",
         compilable: bool = False,
+        replacement: bool = True,
+        rank: int = 0,
     ) -> None:
-        Sampler.__init__(self, compilable)  # not the next class: a child that draws by priority has a table of its own
+        if not replacement:
+            raise TypeError(
+                f"a {type(self).__name__} draws with replacement; SliceSamplerWithoutReplacement gives each trajectory "
+                "once an epoch"
+            )
+        Sampler.__init__(
+            self, compilable, rank=rank
+        )  # not the next class: a child that draws by priority has a table of its own
         if (num_slices is None) == (slice_len is None):
             raise TypeError(f"give exactly one of num_slices and slice_len, got {num_slices} and {slice_len}")
         vars(self).pop("_rule", None)  # of settings that a child assigned before
@@ -429,7 +439,7 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
         Others: as SliceSampler; there is no `weight`.
 
     Raises:
-        TypeError: a `weight`.
+        TypeError: a `weight`, or `replacement=True`.
 
     Example:
         >>> sampler = SliceSamplerWithoutReplacement(slice_len=2, traj_key="episode", shuffle=False)
@@ -443,7 +453,11 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     drop_last = StateSetting[bool]("Whether a last batch that is not full is left out.", checked=bool)
     shuffle = StateSetting[bool]("Trajectories in random order; else in the order of lanes.", checked=bool)
 
-    def __init__(self, *, drop_last: bool = False, shuffle: bool = True, **slices: Any) -> None:
+    def __init__(
+        self, *, drop_last: bool = False, shuffle: bool = True, replacement: bool = False, **slices: Any
+    ) -> None:
+        if replacement:
+            raise TypeError("an epoch has each trajectory once; SliceSampler draws with replacement")
         if "weight" in slices:
             raise TypeError("an epoch has each trajectory once: there is no weight; use SliceSampler")
         super().__init__(**slices)
@@ -616,12 +630,13 @@ class PrioritizedSliceSampler(SliceSampler, PrioritizedSampler, built_in=True):
         span: Cut | tuple[Cut, Cut] = False,
         slice_key: Key | None = None,
         compilable: bool = False,
+        rank: int = 0,
     ) -> None:
         SliceSampler.__init__(
             self, num_slices=num_slices, slice_len=slice_len, end_key=end_key, end_keys=end_keys, traj_key=traj_key,
             ends=ends, trajectories=trajectories, cache_values=cache_values, truncated_key=truncated_key,
             init_key=init_key, strict_length=strict_length, pad_output=pad_output, span=span, slice_key=slice_key,
-            compilable=compilable,
+            compilable=compilable, rank=rank,
         )  # fmt: skip
         self.storage_state = PriorityTable(
             max_capacity, alpha, beta, eps, dtype, reduction, max_priority_within_buffer, starts_only=True

@@ -285,7 +285,7 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 def save_buffer(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
     """Saves every part as one snapshot, and returns its name."""
     storage = buffer.storage
-    source = storage.saved_form.source(background=False)
+    source = storage.checkpointer.source(storage.saved_form)
     return save_snapshot(path, buffer.components(), (storage.checkpointer, source), keep_last=keep_last)
 
 
@@ -295,7 +295,7 @@ def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveH
     `SaveHandle.await_begin` says whether it can be saved there.
     """
     storage, checkpointer = buffer.storage, buffer.storage.checkpointer
-    rows = storage.saved_form.source(background=True)
+    rows = checkpointer.source(storage.saved_form, background=True)
     try:
         components = [buffer.components(frozen=True)]
     except BaseException:

@@ -41,7 +41,7 @@ class StepsAsItems:
         if lanes.store.lanes * lanes.envs > 1:
             raise self._needs_checkpointer("several lanes or environments")
         lane, capacity = lanes.store.lane(0), lanes.store.lane_capacity
-        sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"])
+        sequences = torch.arange(max(lane["base"], lane["first"]), lane["published"], device="cpu")
         return list(pytree.unstack(self._storage.read(sequences % capacity).batch, 0))
 
     def _needs_checkpointer(self, what: str) -> StorageError:
@@ -172,6 +172,10 @@ class SavedItems(SavedStorage):
     def check(self, state: Any) -> None:
         check_state(state, self._table.max_size)
 
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        items, sequences = self._table.items(), self._table.sequences()
+        self._table.restore(items[oldest:] + items[:oldest], counters, sequences[oldest:] + sequences[:oldest])
+
     def fill(self, state: dict[str, Any]) -> None:
         items = [pytree.clone(item) for item in state["items"]]
         self.sink().restore_items(items, state["counters"], state["sequences"])
@@ -240,6 +244,14 @@ class SavedSteps(SavedStorage):
 
     def check(self, state: Any) -> None:
         check_state(state, self._storage.max_size)
+
+    def counters(self) -> dict[str, Any]:
+        return StepsAsItems(self._storage).counters()
+
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        steps = StepsAsItems(self._storage)
+        items, sequences = steps.items(), steps.sequences()
+        steps.restore_items(items[oldest:] + items[:oldest], counters, sequences[oldest:] + sequences[:oldest])
 
     def fill(self, state: dict[str, Any]) -> None:
         StepsAsItems(self._storage).restore_items(state["items"], state["counters"], state["sequences"])

@@ -28,11 +28,14 @@ class SavedMembers(SavedStorage):
         return [one for member in self._storage.storages for one in member.saved_form.incarnations()]
 
     def source(self, background: bool) -> EnsembleSnapshot:
-        return EnsembleSnapshot([(m.checkpointer, m.saved_form.source(background)) for m in self._storage.storages])
+        return EnsembleSnapshot(
+            [(m.checkpointer, m.checkpointer.source(m.saved_form, background)) for m in self._storage.storages]
+        )
 
     def staging(self) -> StagedMembers | None:
-        staged = [member.saved_form.staging() for member in self._storage.storages]
-        return None if None in staged else StagedMembers([m.checkpointer for m in self._storage.storages], staged)
+        members = self._storage.storages
+        staged = [m.checkpointer.staging(m.saved_form) for m in members]
+        return None if None in staged else StagedMembers([m.checkpointer for m in members], staged)
 
     def restore_point(self) -> Callable[[], None] | None:
         points = [member.saved_form.restore_point() for member in self._storage.storages]
@@ -61,6 +64,12 @@ class SavedMembers(SavedStorage):
                 differences += [f"member {i}: {difference}" for difference in differences_of(error)]
         if differences:
             raise CheckpointMisfitError(_MISFIT, differences)
+
+    def counters(self) -> None:
+        return None
+
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        raise TypeError("an ensemble has no rows of its own")
 
     def fill(self, state: dict[str, Any]) -> None:
         for member, saved in zip(self._storage.storages, state["members"], strict=True):

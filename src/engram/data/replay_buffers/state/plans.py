@@ -74,11 +74,29 @@ class SavableStorage(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> None: ...
 
 
+class _Run(NamedTuple):
+    """The rows of a lane, counted as in the storage that was saved, however its sequences were shifted since."""
+
+    rows: int
+    end: int
+    seams: list[int]
+
+
+def _run(lane: dict[str, Any]) -> _Run:
+    base, origin = lane["base"], lane["origin"]
+    end, *seams = [(at - origin) % (1 << 64) for at in (lane["published"], *(s for s in lane["seams"] if s > base))]
+    return _Run(lane["published"] - base, end, seams)
+
+
 class SavedStorage(abc.ABC):
     """A storage, as it is saved and loaded. The caller holds its mutex, and for a load uses it alone."""
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
+
+    @property
+    def storage(self) -> Any:
+        return self._storage
 
     def is_empty(self) -> bool:
         """Whether there is nothing that a load would replace."""
@@ -144,6 +162,39 @@ class SavedStorage(abc.ABC):
     def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
         """Puts a copy of every row into an empty storage with the same arguments."""
 
+    def counters(self) -> dict[str, Any] | None:
+        """The counters of the rows, as a RowSource and an ItemSource have them; None: it has no rows of its own."""
+        counters: dict[str, Any] = self.source(background=False).counters()
+        return counters
+
+    def place_as_saved(self, counters: dict[str, Any]) -> None:
+        """After `set` filled the storage, slot by slot, with the rows of these counters: makes these its own.
+
+        The oldest row of a ring that had begun anew is not in slot 0. Rows that `load_state_dict` filled in, or others
+        than as many, stay as they are.
+
+        Raises:
+            CheckpointMisfitError: the rows are of several lanes or environments.
+        """
+        own, saved = self.counters(), counters
+        if own is None:
+            return
+        ours, theirs = ([_run(lane) for lane in one["lanes"]] for one in (own, saved))
+        first = own["lanes"][0]["base"]
+        is_as_saved = ours == theirs and first in (0, saved["lanes"][0]["base"])
+        if [run.rows for run in ours] == [run.rows for run in theirs] and not is_as_saved:
+            if len(ours) > 1 or saved["envs"] > 1:
+                raise CheckpointMisfitError(
+                    "rows of several lanes or environments were filled in slot by slot, and nothing says their order: "
+                    "save state_dict() of the storage, and load it by load_state_dict"
+                )
+            if (first % (own["lane_capacity"] or 1), ours[0].end) == (0, ours[0].rows):
+                self.recount(saved, saved["lanes"][0]["base"] % (saved["lane_capacity"] or ours[0].rows or 1))
+
+    @abc.abstractmethod
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        """Gives the rows, of which this slot has the oldest, the counters of a storage with as many."""
+
     def hands_out(self, needs: str) -> bool:
         """Whether a checkpointer finds what it needs here."""
         return hasattr(type(self._storage), needs)
@@ -155,7 +206,7 @@ class SavedStorage(abc.ABC):
         """
         load = functools.partial(saved.load_storage, self._storage.checkpointer)
         is_empty = self.is_empty()
-        staging = None if is_empty else self.staging()
+        staging = None if is_empty else self._storage.checkpointer.staging(self)
         commit: Callable[[], None] | None = None
         if staging is not None:
             try:
@@ -164,7 +215,7 @@ class SavedStorage(abc.ABC):
             except TooManyRowsError:  # they are verified, and then read a second time
                 pass
         if commit is None:
-            commit = functools.partial(load, self.sink())
+            commit = functools.partial(load, self._storage.checkpointer.sink(self))
         return RowsPlan(commit, self.restore_point(), not is_empty, self.incarnations)
 
 

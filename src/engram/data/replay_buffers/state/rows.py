@@ -481,6 +481,21 @@ class SavedRows(SavedStorage):
                 load.write_block(i, lane["base"], rows.numpy())
         load.end_restore()
 
+    def recount(self, counters: dict[str, Any], oldest: int) -> None:
+        now = StoredRows(self._rows)
+        layout, (lane,), (own,) = now.layout_state(), counters["lanes"], now.counters()["lanes"]
+        staged = StagedRows(self._rows, self._storage.access.replacing, True)
+        staged.begin_restore(layout, counters)
+        n, begin = lane["published"] - lane["base"], lane["base"]
+        step = max(1, _COPY_BLOCK_BYTES // max(1, 0 if layout is None else layout["row_bytes"]))
+        for start, stop in ((oldest, n), (0, oldest)):
+            for at in range(start, stop, step):
+                end = min(at + step, stop)
+                staged.write_block(0, begin, now.read_block(0, own["base"] + at, own["base"] + end))
+                begin += end - at
+        staged.end_restore()
+        staged.commit()
+
     def row_form(self) -> Any:
         return self._rows.row_form()
 

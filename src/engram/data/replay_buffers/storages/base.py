@@ -216,10 +216,10 @@ class Storage(MadeFromParts):
             return item in self
         if self.ndim > 1:
             each = [tuple(step) in self for step in item.reshape(-1, self.ndim).tolist()]
-            return torch.tensor(each, dtype=torch.bool).reshape(item.shape[:-1])
+            return torch.tensor(each, dtype=torch.bool, device="cpu").reshape(item.shape[:-1])
         lanes = self.lanes
         if lanes is None:
-            return torch.zeros(item.shape, dtype=torch.bool)
+            return torch.zeros(item.shape, dtype=torch.bool, device="cpu")
         in_room = (item >= 0) & (item < lanes.capacity)
         slots = torch.where(in_room, item, 0).to("cpu", torch.int64)
         stored = (lanes.store.generations(slots.reshape(-1)) >= 0).reshape(item.shape).to(item.device)
@@ -444,7 +444,7 @@ class Storage(MadeFromParts):
     def dumps(self, path: str | os.PathLike[str], *, keep_last: int = 1, checkpointer: Any = None) -> str:
         """Saves this storage alone, by its own checkpointer if no other is given; returns the name of the snapshot."""
         with _saved_by(self, checkpointer):
-            source = self.saved_form.source(background=False)
+            source = self.checkpointer.source(self.saved_form)
             return save_snapshot(path, {}, (self.checkpointer, source), keep_last=keep_last)
 
     def loads(self, path: str | os.PathLike[str], *, snapshot: str | None = None, checkpointer: Any = None) -> None:

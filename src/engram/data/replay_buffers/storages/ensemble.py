@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from engram._advice import advised
 from engram._copies import CopyForm
 from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.access import Access
@@ -17,6 +18,7 @@ from engram.store.lanes import Lanes
 from engram.store.table import Table
 
 
+@advised
 class StorageEnsemble(Storage):
     """Several storages: read in one batch, written one by one.
 
@@ -113,7 +115,7 @@ class StorageEnsemble(Storage):
     # ---- checkpoints ----
     def parts(self) -> list[tuple[Any, Any]]:
         """The checkpointer of each member, and what it saves and fills."""
-        return [(storage.checkpointer, storage.saved_form.sink()) for storage in self._storages]
+        return [(storage.checkpointer, storage.checkpointer.sink(storage.saved_form)) for storage in self._storages]
 
     def register_save_hook(self, hook: Any) -> None:
         for storage in self._storages:

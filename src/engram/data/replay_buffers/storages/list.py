@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from engram._advice import advised
 from engram.data.replay_buffers.state.items import SavedItems
 from engram.data.replay_buffers.storages.base import Storage
 from engram.specs.tensors import usable_device
@@ -14,6 +15,7 @@ from engram.store.items import COPIES, ITEMS_THEMSELVES, ItemCodec, ItemTable
 from engram.store.places import checked_max_size
 
 
+@advised
 class ListStorage(Storage):
     """Keeps any objects in a list; the default storage of a buffer.
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from engram._advice import advised
+from engram._system import user_path
 from engram._text import visible, warn_user
 from engram.checkpoint.foreign import has_memory_maps
 from engram.data.replay_buffers.state.rows import SavedObservedRows
@@ -49,7 +50,7 @@ class ObservedMemmapStorage(TableStorage):
     """
 
     def __init__(self, scratch_dir: str | os.PathLike[str], *, checkpointer: Any = None) -> None:
-        self.scratch_dir, self.read_only = Path(scratch_dir), True
+        self.scratch_dir, self.read_only = user_path(scratch_dir), True
         self._file = ObservedFile(self.scratch_dir)
         opened = self._file.opened
         size = TableSize(opened.lanes.capacity, None, opened.ndim, None)
@@ -153,7 +154,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             )
         found = as_compact(compact)
         size = TableSize(max_size, max_bytes, ndim, lanes)
-        self.scratch_dir = None if scratch_dir is None else Path(scratch_dir)
+        self.scratch_dir = None if scratch_dir is None else user_path(scratch_dir)
         self._file: NamedFile | None = None
         opened: OpenedTable | None = None
         if self.scratch_dir is not None:
@@ -201,7 +202,7 @@ class LazyMemmapStorage(LazyTensorStorage):
             StorageInUseError: it is on a network file system, and another node may be using it.
             ValueError: `read_only` and `take_over`.
         """
-        folder = Path(scratch_dir)
+        folder = user_path(scratch_dir)
         if read_only and take_over:
             raise ValueError("take_over=True opens a store for writing, read_only=True does not; give one of them")
         if read_only:

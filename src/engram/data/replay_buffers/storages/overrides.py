@@ -20,13 +20,14 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
+from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from engram import pytree
 from engram._copies import is_passing_fds
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
-from engram.pytree import KeyPath, format_key
+from engram.pytree import KeyPath, format_key, to_tensor
 from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
@@ -246,7 +247,7 @@ class GetSetTable(UsersTable):
             self._storage.set(int(slots[0]), items)
         else:
             first = max(0, n - self.lanes.capacity)  # of a batch that is longer than the ring the last steps stay
-            chosen = torch.zeros(checked.steps, dtype=torch.bool)
+            chosen = torch.zeros(checked.steps, dtype=torch.bool, device="cpu")
             chosen[first:n] = True
             self._storage.set(slots[first:], items if bool(chosen.all()) else pytree.select_rows(items, chosen))
         self.lanes.advance(n)
@@ -347,7 +348,7 @@ class CountedSets:
 
     def set(self, cursor: Any, data: Any, index_key: str | None = None, *, set_cursor: bool = True) -> None:
         storage = self._given
-        slots, single = torch.as_tensor(cursor, dtype=torch.int64).reshape(-1), np.ndim(cursor) == 0
+        slots, single = to_tensor(cursor, dtype=torch.int64).reshape(-1), np.ndim(cursor) == 0
         with storage.mutex:
             if torch.equal(slots, next_steps(storage.access.table, len(slots))):
                 checked = storage.check(data, single, -1 if single else 0, index_key)
@@ -447,9 +448,11 @@ class OuterMethods(_OfStorage):
             if not given.single:
                 data = data if isinstance(data, list) else pytree.move_dim(data, given.time_dim, 0)
                 if n < checked.steps:
-                    data = data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n))
+                    data = (
+                        data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n, device="cpu"))
+                    )
             self.set(int(steps[0]) if given.single else steps, data, given.index_key)
-            slots = torch.cat([torch.as_tensor(part).reshape(-1) for part in appended]) if appended else steps[:0]
+            slots = torch.cat([to_tensor(part).reshape(-1) for part in appended]) if appended else steps[:0]
             if len(slots) != n * math.prod(storage.env_shape):
                 raise RuntimeError(f"{self._name}.set was given {n} steps: it must hand all of them to super().set")
         return slots
@@ -506,7 +509,7 @@ class OuterMethods(_OfStorage):
 
     def _column_as_read(self, path: KeyPath, slots: Tensor) -> Tensor:
         storage = self._storage
-        batch = storage.read(torch.as_tensor(expand_slots(slots, math.prod(storage.env_shape)))).batch
+        batch = storage.read(to_tensor(expand_slots(slots, math.prod(storage.env_shape)))).batch
         if batch is None:  # other processes replace some of them
             return self._table.column(path, slots)
         values = _entry_of(batch, path)
@@ -575,6 +578,8 @@ def _read_by_get(
     if replaced:
         return Rows(None, absent=replaced)
     numbers = counted if sequences else None
+    if isinstance(batch, LazyStackedTensorDict) and isinstance(storage.access.table, ItemTable):
+        batch = batch.tensordicts  # of a child of LazyStackStorage
     if isinstance(batch, list):  # which a collate function makes a batch of
         return Rows(batch, sequences=numbers)
     if shape is not None:
@@ -606,9 +611,9 @@ def _entry(batch: Any, path: KeyPath) -> Tensor | None:
     """One entry of a batch, or of each item of a list; None: not all have it."""
     if not isinstance(batch, list):
         value = pytree.get_entry(batch, path)
-        return None if value is None else torch.as_tensor(value)
+        return None if value is None else to_tensor(value)
     values = [pytree.get_entry(item, path) for item in batch]
-    return None if any(value is None for value in values) else torch.stack([torch.as_tensor(v) for v in values])
+    return None if any(value is None for value in values) else torch.stack([to_tensor(v) for v in values])
 
 
 def _collate_list(batch: Any) -> Any:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from engram import pytree
-from engram.store.indexing import select
+from engram.pytree import to_tensor
+from engram.store.indexing import last_of_each, select
 from engram.store.rows import Checked
 from engram.store.table import Replacing, Table, is_one
 
@@ -74,6 +75,9 @@ class RowSetter:
         if bool(stored.all()) and not as_new:
             return None
         rows = table.for_steps(data, len(steps), is_one(index))
+        goes_round = not bool(stored.any()) and torch.equal(steps, following)  # and may come to a step again
+        if not goes_round and (last := last_of_each(steps)) is not None:
+            steps, stored, rows = steps[last], stored[last], pytree.select_rows(rows, last)
         new = steps[~stored]
         differs = new != following[: len(new)]
         if bool(differs.any()):
@@ -104,29 +108,25 @@ class RowSetter:
             raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         with table.lanes.exclusive("changing stored rows"):
             selection = select(table.lanes.store, index, table.env_shape)
-            if len(set(selection.slots.tolist())) != len(selection.slots):
-                raise ValueError("an index names a step twice; nothing was written")
             table.overwrite_selection(selection, items, index_key, self._methods.overwrite)
 
     def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
         table = self._table
-        if len(set(slots.tolist())) != len(slots):
-            raise ValueError("an index names a step twice; nothing was written")
         table.carry_sequences(self._replacing)
         checked = self._methods.fit(items, False, 0, index_key, slots)
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
             assert table.lanes is not None
-            self._methods.prepare_replace(checked, torch.arange(len(slots)), slots)()
+            self._methods.prepare_replace(checked, torch.arange(len(slots), device="cpu"), slots)()
             table.lanes.store.count_replaced(slots)
 
     def _are_stored(self, steps: Tensor) -> Tensor:
         """Which of these time steps hold rows: bool [n]. IndexError: one lies outside the storage."""
         lanes = self._table.lanes
         if lanes is None:
-            return torch.zeros(len(steps), dtype=torch.bool)
+            return torch.zeros(len(steps), dtype=torch.bool, device="cpu")
         room = lanes.capacity // lanes.envs
         if bool((steps >= room).any()):
             raise IndexError(
@@ -148,14 +148,14 @@ class RowSetter:
         if is_single or (table.max_size is not None and stop > table.max_size):
             return index
         steps = range(start, stop)
-        return index if bool(self._are_stored(torch.tensor(steps)).all()) else steps
+        return index if bool(self._are_stored(torch.tensor(steps, device="cpu")).all()) else steps
 
 
 def next_steps(table: Table, n: int) -> Tensor:
     """The time steps that the next n rows of this process go to: int64 [n]."""
     if table.lanes is not None:
         return table.lanes.next_slots(n)
-    return torch.arange(n) if table.max_size is None else torch.arange(n) % table.max_size
+    return torch.arange(n, device="cpu") if table.max_size is None else torch.arange(n, device="cpu") % table.max_size
 
 
 def _length(items: Any) -> int | None:
@@ -176,7 +176,7 @@ def _listed_steps(index: Any) -> Tensor | None:
     if isinstance(index, bool | np.bool_ | tuple | slice | str) or index is None or index is ...:
         return None
     try:
-        steps = torch.as_tensor(index)
+        steps = to_tensor(index)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
     if steps.dtype == torch.bool or steps.is_floating_point() or steps.is_complex() or steps.ndim > 1:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram.data.replay_buffers.storages.base import Storage
-from engram.pytree import KeyPath
+from engram.pytree import KeyPath, to_tensor
 from engram.store import n_step
 from engram.store.rows import Rows
 
@@ -60,7 +60,7 @@ def read_leaves(storage: Storage, slots: Tensor | np.ndarray[Any, Any], paths: t
     table = storage.native.table
     if table is not None:
         return table.read_leaves(slots, paths)
-    rows = storage.read(torch.as_tensor(slots))
+    rows = storage.read(to_tensor(slots))
     leaves = [pytree.get_entry(rows.batch, path) for path in paths]
     missing = [pytree.format_key(path) for path, leaf in zip(paths, leaves, strict=True) if leaf is None]
     if missing:
@@ -106,7 +106,7 @@ def read_n_steps(
     if found is not None:
         return n_step.NSteps(*found)
     return storage.access.beside_writers(
-        functools.partial(_read_one_by_one, storage, torch.as_tensor(slots), powers, reward, done)
+        functools.partial(_read_one_by_one, storage, to_tensor(slots), powers, reward, done)
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._advice import advised, with_argument
-from engram._checks import is_integer
+from engram._checks import count
 from engram.data.replay_buffers.state.rows import SavedRows
 from engram.data.replay_buffers.storages.base import Storage
 from engram.errors import StorageError
@@ -110,6 +110,7 @@ def _packed(table: LazyTable) -> RowTable:
     return table.made
 
 
+@advised
 class TensorStorage(TableStorage):
     """A storage around tensors that exist: they are the stored rows, all of them, and are written in place.
 
@@ -305,8 +306,7 @@ class LazyTensorStorage(TensorStorage):
 
 def table_bytes(spec: Any, n: int, place: Place, compact: Compact | None = None) -> int:
     """The bytes of a table in a place, for n steps of a spec, or like a step; errors as `nbytes_for`."""
-    if not is_integer(n, 1):
-        raise ValueError(f"the number of steps must be 1 or more, got {n!r}")
+    n = count(n, "n")
     step = spec.zero() if isinstance(spec, Spec) else spec
     layout = RowLayout.of(step, 0)
     observations = None if compact is None else compact.find(layout, KnownSteps(ObservationKeys({})))

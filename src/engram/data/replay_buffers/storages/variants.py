@@ -24,8 +24,9 @@ Compress = Callable[[Tensor], Tensor]
 Decompress = Callable[[Tensor, dict[str, Any]], Tensor]
 
 
+@advised
 class LazyStackStorage(ListStorage):
-    """A ListStorage of TensorDicts of any shapes and keys, whose batches are lazy stacks of them.
+    """A ListStorage of TensorDicts of any shapes and keys: batches, and items of an index, are lazy stacks of them.
 
     Args:
         max_size: items that fit; without limit if None.
@@ -55,7 +56,9 @@ class LazyStackStorage(ListStorage):
         read_to = None if device is None else usable_device(device, "device")
         collate = _LazyStack(stack_dim, read_to)
         arguments = {"stack_dim": stack_dim, "device": None if read_to is None else str(read_to)}
-        self._hold_items(max_size, ItemCodec(check=_check_batch_size, collate=collate), checkpointer, arguments)
+        self._hold_items(
+            max_size, ItemCodec(check=_check_batch_size, collate=collate, joins=True), checkpointer, arguments
+        )
         self.stack_dim = stack_dim
         self.device = read_to
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import engram._native as _native
 from engram import _forms as forms
 from engram import pytree
+from engram._advice import advised
 from engram._arguments import BUILT_IN
 from engram._copies import PartlyCopied
 from engram.data.replay_buffers.storages.setting import next_steps
@@ -29,6 +30,7 @@ _PIECE = 1 << 20  # rows whose ranks are read at once
 _RANKS = forms.record({"ranks": forms.tensor(torch.float64, ndim=1), "slots": forms.tensor(torch.int64, ndim=1)})
 
 
+@advised
 class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 
@@ -206,7 +208,10 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
 
     def _ranks(self) -> tuple[Tensor, Tensor]:
         """The rank of each stored item, float64 [n], and its slot, int64 [n]; without any, those that were loaded."""
-        storage, nothing = self._storage, (torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64))
+        storage, nothing = (
+            self._storage,
+            (torch.empty(0, dtype=torch.float64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")),
+        )
         if storage is None or storage.lanes is None or not len(storage):
             return self._loaded or nothing
         with storage.mutex:
@@ -214,7 +219,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
             for part in torch.split(slots, _PIECE):
                 if len(part):
                     ranks += _native.ranks(self._stored(storage, part), self.reduction)
-        return torch.tensor(ranks, dtype=torch.float64), slots
+        return torch.tensor(ranks, dtype=torch.float64, device="cpu"), slots
 
     def _values(self, items: Any, single: bool) -> Tensor:
         """What the ranks are made of: [items, ...]."""
@@ -251,7 +256,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
                 raise
             one_by_one = [slots[i : i + 1] for i in range(len(slots))]
             ranks = [_native.ranks(self._numbers(rows.column(self._path, s)), self.reduction) for s in one_by_one]
-            return torch.tensor(ranks, dtype=torch.float64)
+            return torch.tensor(ranks, dtype=torch.float64, device="cpu")
 
     def _numbers(self, leaf: Any) -> Tensor:
         plain = type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided and not is_lazy(leaf)
@@ -271,7 +276,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         if len({(v.shape, v.dtype) for v in values}) == 1:
             return torch.stack(values)
         ranks = [_native.ranks(v.unsqueeze(0), self.reduction)[0] for v in values]
-        return torch.tensor(ranks, dtype=torch.float64)
+        return torch.tensor(ranks, dtype=torch.float64, device="cpu")
 
     # ---- state ----
     def empty(self) -> None:

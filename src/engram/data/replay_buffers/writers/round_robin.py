@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from engram import _forms as forms
+from engram._advice import advised
 from engram._arguments import BUILT_IN
 from engram._copies import pickle_by_state
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedPart
-from engram.pytree import move_dim
+from engram.pytree import move_dim, to_tensor
 from engram.store.indexing import generations_at, returned_index, to_slots
 from engram.store.rows import IndexTakenError, expand_slots
 
@@ -32,6 +33,7 @@ class Placing(enum.Enum):
     REPLACING = enum.auto()  #: in the place of any other row, for which no other process may have the storage open
 
 
+@advised
 class Writer(abc.ABC):
     """Decides where new rows go. It needs no buffer: after `register_storage`, `add` and `extend` write.
 
@@ -301,7 +303,7 @@ def _write_by_set(self: Any, storage: Storage, items: Any, single: bool, time_di
         index = self.add(items) if single else self.extend(items)
     if single and storage.ndim == 1:
         return int(index)
-    times = torch.as_tensor(index, dtype=torch.int64).reshape(-1)
+    times = to_tensor(index, dtype=torch.int64).reshape(-1)
     return expand_slots(times, 1 if storage.lanes is None else storage.lanes.envs)
 
 
@@ -395,6 +397,7 @@ def has_writing_methods(writer: Any) -> bool:
     return any(all(callable(_optional(writer, name)) for name in names) for names in (("write",), ("add", "extend")))
 
 
+@advised
 class RoundRobinWriter(Writer, built_in=True):
     """Writes behind the newest row; in a full storage over the oldest.
 

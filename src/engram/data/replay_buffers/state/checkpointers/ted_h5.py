@@ -271,7 +271,7 @@ def dtype_of(leaf: LeafSpec) -> np.dtype[Any]:
     """The dtype of a leaf in the file; bfloat16, which NumPy and HDF5 do not have, is stored as its bits."""
     if leaf.dtype == torch.bfloat16:
         return np.dtype("<u2")
-    dtype: np.dtype[Any] = torch.empty(0, dtype=leaf.dtype).numpy().dtype
+    dtype: np.dtype[Any] = torch.empty(0, dtype=leaf.dtype, device="cpu").numpy().dtype
     return dtype
 
 

@@ -1,4 +1,4 @@
-"""`EnvCreator`: a function that creates an environment, with its arguments."""
+"""`EnvCreator`: a function that creates an environment, with its arguments; `env_creator` makes one of a function."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ class EnvCreator:
 
     def __repr__(self) -> str:
         return f"EnvCreator({self.create_env_fn!r}, {self.create_env_kwargs!r})"
+
+
+def env_creator(fun: Callable[..., Any]) -> EnvCreator:
+    """An `EnvCreator` of a function that creates an environment, also as its decorator.
+
+    >>> from engram.envs import GymEnv
+    >>> @env_creator
+    ... def cartpole():
+    ...     return GymEnv("CartPole-v1")
+    >>> cartpole().batch_size
+    torch.Size([])
+    """
+    return EnvCreator(fun)
