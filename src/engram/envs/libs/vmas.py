@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from engram._packages import packages
 from engram.envs.base import EnvBase
 from engram.pytree import to_tensor
 from engram.specs import Bounded, Categorical, Composite, OneHot, Spec, Unbounded
@@ -19,10 +20,8 @@ _Agents = Mapping[str, Sequence[str]]
 
 def _module() -> Any:
     """The module `vmas`. Raises ImportError where it is missing."""
-    try:
+    with packages("VmasEnv", "vmas", vmas="vmas"):
         import vmas
-    except ImportError as error:
-        raise ImportError(f"VmasEnv needs vmas ({error}): pip install vmas") from error
     return vmas
 
 
