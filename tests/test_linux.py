@@ -23,9 +23,8 @@ def test_the_import_on_another_system_says_in_a_sentence_what_to_do(system):
     code = f"import sys; sys.platform = {system!r}; import engram"
     command, package = [sys.executable, "-S", "-c", code], {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, capture_output=True, text=True, env=package)
-    assert done.stderr.splitlines()[-1] == (
-        f"ImportError: engram runs on Linux, and this is {system}: use WSL 2 (the Linux of Windows), or a Linux container"
-    )
+    what_to_do = "use WSL 2 (the Linux of Windows), or a Linux container"
+    assert done.stderr.splitlines()[-1] == f"ImportError: engram runs on Linux, and this is {system}: {what_to_do}"
 
 
 @pytest.mark.deep
