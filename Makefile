@@ -17,7 +17,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help environment demo test test-deep test-tiers mutants test-long test-search check static format stubs
-.PHONY: wheels wheel-test wheel-check walls docs ci release-check clean
+.PHONY: wheels wheel-test wheel-check test-aarch64 walls docs ci release-check clean
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (half a minute; the first time, see README)"
@@ -36,6 +36,7 @@ help:
 	@echo "make mutation-score  some 300 random mutants, each against the tests that reach it (two hours; see tests/mutation/score.py)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make wheels     dist/: an sdist, and from it wheels for the Pythons here (three minutes);  make wheel-test tries them"
+	@echo "make test-aarch64  the native core's tests under qemu (minutes; qemu-user, g++-aarch64-linux-gnu)"
 	@echo "make walls      how much the classes use of each other's inside"
 	@echo "make docs       the documentation site, in site/"
 	@echo "make model      the lanes under the C++ memory model, each fence shown necessary (a minute; relacy-dev)"
@@ -150,6 +151,10 @@ wheel-test:
 wheel-check:
 	$(PYTHON) packaging/wheels.py build own
 	$(PYTHON) packaging/wheels.py test own
+
+# The native core's tests under an emulator (minutes; Debian's qemu-user and g++-aarch64-linux-gnu).
+test-aarch64: $(VENV)/.engram
+	$(VENV)/bin/python packaging/aarch64.py $(PYTEST)
 
 DOCS_VENV ?= .venv-docs
 DOCS_PYTHON := $(DOCS_VENV)/bin/python

@@ -46,6 +46,9 @@ SEARCHED = {
     "algorithms/dqn.md": ("DQN", "Rainbow", "PER"),
 }
 
+#: The days of the work before a release: the changelog leads to them, and who searches wants what is so today.
+NOT_SEARCHED = ("release-notes.md",)
+
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -125,6 +128,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     here = page.file.src_uri
     if here in SEARCHED:
         page.meta["tags"] = list(SEARCHED[here])
+    if here in NOT_SEARCHED:
+        page.meta["search"] = {"exclude": True}
     if not (ROOT / in_repository(here)).exists():
         return markdown  # a class of the reference
     markdown = with_tables(here, with_all_parts(here, markdown), summary_of)

@@ -62,7 +62,7 @@ def test_a_package_that_is_installed_and_broken_is_not_called_missing(
     assert (
         said.startswith("a table needs tables, and what is installed of it cannot be imported here (") and cause in said
     )
-    assert 'pip install --force-reinstall "engram[tables]"' in said and isinstance(raised.value.__cause__, ImportError)
+    assert said.endswith("pip install --force-reinstall tables") and isinstance(raised.value.__cause__, ImportError)
 
 
 def test_every_import_of_an_optional_package_says_so_in_this_one_way() -> None:

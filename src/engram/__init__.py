@@ -9,8 +9,10 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-if sys.platform == "win32":
-    raise ImportError("engram runs on Linux and macOS; on Windows use the Linux subsystem (WSL 2)")
+if sys.platform != "linux":
+    raise ImportError(
+        f"engram runs on Linux, and this is {sys.platform}: use WSL 2 (the Linux of Windows), or a Linux container"
+    )
 
 from engram._aliases import install as _install_aliases
 from engram._providers import PROVIDERS as _PROVIDERS

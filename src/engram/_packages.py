@@ -38,6 +38,7 @@ def packages(needed_by: str, install: str, **modules: str) -> Iterator[None]:
         names = " and ".join(packages_of.values())
         raise ImportError(
             f"{needed_by} needs {names}, and what is installed of it cannot be imported here ({visible(str(error))}). "
-            f"Where the cause does not say more, install it anew: pip install --force-reinstall {quoted}",
+            f"Where the cause does not say more, install it anew: pip install --force-reinstall "
+            f"{' '.join(packages_of.values())}",
             name=error.name,
         ) from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import re
 import stat
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -100,17 +101,34 @@ def open_regular(
 
 
 def advise_disk(fd: int, advice: str, start: int = 0, nbytes: int = 0) -> None:
-    """Tells the system how a file will be used: "WILLNEED" or "DONTNEED"; without effect where it has no such call.
+    """Tells the system how a file will be used: "WILLNEED" or "DONTNEED".
 
     Args:
         nbytes: 0: all up to the end of the file.
     """
-    number = getattr(os, f"POSIX_FADV_{advice}", None)
-    if number is not None:
-        os.posix_fadvise(fd, start, nbytes, number)
+    os.posix_fadvise(fd, start, nbytes, getattr(os, f"POSIX_FADV_{advice}"))
 
 
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+# Pythons that were compiled with the headers of an older Linux lack these names, and some of these functions.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS, _F_SEAL_SHRINK = 1033, 2
+
+
+def memory_file(name: str) -> int:
+    """A descriptor of an empty file in memory, which processes can share and the kernel frees with the last of them."""
+    flags = _MFD_CLOEXEC | _MFD_ALLOW_SEALING
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, flags)
+    fd: int = ctypes.CDLL(None, use_errno=True).memfd_create(os.fsencode(name), flags)
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return fd
+
+
+def seal_size(fd: int) -> None:
+    """Lets nobody make a file of `memory_file` shorter."""
+    fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
 
 
 def map_privately(fd: int, nbytes: int) -> npt.NDArray[np.uint8]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from engram._copies import MadeAnew, share_fd
-from engram._system import free_memory, human_bytes
+from engram._system import free_memory, human_bytes, memory_file
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64
@@ -37,11 +36,8 @@ class SharedMemory(MadeAnew):
     def __init__(self, handle: Any = None) -> None:
         if handle is not None:  # of the descriptor that another process has sent
             self._fd = handle.detach()
-        elif hasattr(os, "memfd_create"):
-            self._fd = os.memfd_create("engram", os.MFD_CLOEXEC)
         else:
-            self._fd, name = tempfile.mkstemp(prefix="engram")
-            os.unlink(name)
+            self._fd = memory_file("engram")
         self._mapped: Array | None = None  # in this process
 
     def allocate(self, sizes: Sequence[int]) -> list[Array]:

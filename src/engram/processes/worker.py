@@ -47,8 +47,8 @@ _live_workers: set[Worker] = set()  # of this process, until they are closed
 class EventFd(MadeAnew):
     """One process calls `set`, one other `wait`; calls of `set` before the next `wait` count as one.
 
-    It can be pickled to a process that is being started. Linux: an eventfd, which unlike a pipe or a socket does not
-    make the scheduler bring both processes to the same core. Elsewhere: a pipe.
+    It can be pickled to a process that is being started. Unlike a pipe or a socket it does not make the scheduler bring
+    both processes to the same core.
 
     >>> event = EventFd()
     >>> event.set()
@@ -56,44 +56,39 @@ class EventFd(MadeAnew):
     True
     """
 
-    _read = _write = -1  # until there are any
+    _fd = -1  # until there is one
 
-    def __init__(self, *handles: Any) -> None:
-        if handles:  # of the descriptors that another process has sent
-            self._read, *other = [handle.detach() for handle in handles]
-            self._write = other[0] if other else self._read
-        elif sys.platform == "linux":
-            self._read = self._write = os.eventfd(0, os.EFD_CLOEXEC)
-        else:
-            self._read, self._write = os.pipe()
+    def __init__(self, handle: Any = None) -> None:
+        """`handle` is that of a descriptor which another process has sent."""
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC) if handle is None else handle.detach()
 
     def set(self) -> None:
         """Wakes the process that waits, or lets its next `wait` return at once."""
-        os.write(self._write, _WAKE)
+        os.write(self._fd, _WAKE)
 
     def close_remote(self) -> None:
         """Wakes the process that waits for the last time: its `wait` returns False."""
-        os.write(self._write, _CLOSE)
+        os.write(self._fd, _CLOSE)
 
     def wait(self) -> bool:
         """Sleeps until `set` is called; False after `close_remote`."""
-        return int.from_bytes(os.read(self._read, 8), sys.byteorder) < 2**32
+        return int.from_bytes(os.read(self._fd, 8), sys.byteorder) < 2**32
 
     def fileno(self) -> int:
         """Readable when `wait` would return at once."""
-        return self._read
+        return self._fd
 
     def close(self) -> None:
-        """Closes the descriptors in this process; a second call does nothing."""
-        for fd in {self._read, self._write} - {-1}:
+        """Closes the descriptor in this process; a second call does nothing."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
             os.close(fd)
-        self._read = self._write = -1
 
     def __del__(self) -> None:
         self.close()
 
     def _made_from(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return EventFd, tuple(map(reduction.DupFd, dict.fromkeys((self._read, self._write))))
+        return EventFd, (reduction.DupFd(self._fd),)
 
 
 class ChannelClosed(Exception):

@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import engram._native as _native
-from engram._system import boot_id, free_memory, human_bytes, open_regular, sync_directory
+from engram._system import (
+    boot_id,
+    free_memory,
+    human_bytes,
+    memory_file,
+    open_regular,
+    seal_size,
+    sync_directory,
+)
 from engram._text import log, visible, warn_user
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME, open_store, opened_store
@@ -107,10 +115,10 @@ def refuse_if_memory_is_short(size: StoreSpec) -> None:
 def open_shared_memory(size: StoreSpec) -> int:
     """A descriptor of memory that processes share and that is freed with the last of them."""
     refuse_if_memory_is_short(size)
-    fd = os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = memory_file("engram")
     try:
         os.ftruncate(fd, size.total_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # its size need not be checked again
+        seal_size(fd)  # its size need not be checked again
     except BaseException as error:
         os.close(fd)
         if isinstance(error, OSError):

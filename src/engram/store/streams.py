@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import engram._native as _native
-from engram._system import open_regular
+from engram._system import memory_file, open_regular
 from engram.errors import NoFreeLaneError, StorageError
 from engram.store.lanes import Lanes
 
@@ -351,7 +351,7 @@ def _opened(path: Path | None) -> int:
     """The file of a table, which is made whole or not at all."""
     size = _HEAD + MOST_STREAMS * _ENTRY
     if path is None:
-        fd = os.memfd_create("engram-streams", os.MFD_CLOEXEC)
+        fd = memory_file("engram-streams")
         os.truncate(fd, size)
         return fd
     try:

@@ -15,7 +15,7 @@ from typing import Any
 
 import engram._native as _native
 from engram._copies import MadeAnew, share_fd
-from engram._system import fork_registry, notice_fork
+from engram._system import fork_registry, memory_file, notice_fork, seal_size
 from engram.errors import StorageError, StorageInUseError
 from engram.store.files import StoreSpec, open_unnamed, refuse_if_memory_is_short, reserve
 from engram.store.header import opened_store
@@ -44,9 +44,9 @@ class UnmadeStore(MadeAnew):
         if received is not None:
             self._own(temporary, *(handle.detach() for handle in received))
             return
-        flag = os.memfd_create("engram-made", os.MFD_CLOEXEC)
+        flag = memory_file("engram-made")
         try:
-            file = open_unnamed() if temporary else os.memfd_create("engram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            file = open_unnamed() if temporary else memory_file("engram")
         except BaseException:
             os.close(flag)
             raise
@@ -140,7 +140,7 @@ class UnmadeStore(MadeAnew):
             if self._has_made and not self.is_made():
                 os.pwrite(self._flag, _MADE, 0)
                 if not self._temporary:
-                    fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # as of other shared memory
+                    seal_size(self._file)  # as of other shared memory
         finally:
             _lock(fd, fcntl.F_UNLCK, _LOCK_BYTE)  # not by closing: a child that was forked meanwhile has it, too
             os.close(fd)
