@@ -84,7 +84,7 @@ PARTS = (
     make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), waits=True),
     make(
         "wheel-check",
-        sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE"),
+        sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE*"),
     ),
     make(
         "instructions",
