@@ -93,6 +93,8 @@ PARTS = (
         needs=("tools", *BUILT),
         sees=("src", "benchmarks"),
     ),
+    make("oldest", needs=BUILT, sees=("src", "tests/versions", "constraints-oldest.txt")),
+    make("newest", needs=BUILT, sees=("src", "tests/versions", "constraints-newest.txt")),
     make("static", needs=BUILT),
     make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
