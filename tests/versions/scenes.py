@@ -276,9 +276,10 @@ def command(folder: Path) -> None:
         assert info(folder / to).rows == 200
     assert plot(folder / "store", output=folder / "plot.png").stat().st_size > 1000
     entry = [sys.executable, "-c", "from engram.cli.main import run; run()"]
-    for words in (["info", "--help"], ["info", "store"], ["head", "store"], ["info", "store", "--json"]):
+    for words in (["play", "--help"], ["info", "store"], ["head", "store"], ["info", "store", "--json"]):
         done = subprocess.run([*entry, *words], cwd=folder, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
+        assert words[1] != "--help" or "extra 'video'" in done.stdout
     assert json.loads(done.stdout)["rows"] == 200
 
 
@@ -305,10 +306,14 @@ def contracts(folder: Path) -> None:
     """What `engram.testing` gives to those who write parts of their own, in the pytest that they have."""
     (folder / "test_mine.py").write_text(
         "from engram.data import RandomSampler\n"
-        "from engram.testing import SamplerContract\n\n\n"
+        "from engram.envs import GymEnv\n"
+        "from engram.testing import EnvContract, SamplerContract\n\n\n"
         "class TestMine(SamplerContract):\n"
         "    def make(self):\n"
-        "        return RandomSampler()\n"
+        "        return RandomSampler()\n\n\n"
+        "class TestMyEnv(EnvContract):\n"
+        "    def make(self):\n"
+        "        return GymEnv('CartPole-v1')\n"
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "test_mine.py"], cwd=folder, capture_output=True, text=True
