@@ -17,7 +17,8 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help environment demo test test-deep test-tiers mutants test-long test-search check static format stubs
-.PHONY: wheels wheel-test wheel-check test-aarch64 walls docs ci release-check clean
+.PHONY: wheels wheel-test wheel-check test-aarch64 walls docs ci release-check clean oldest newest oldest-versions
+.PHONY: newest-versions
 
 help:
 	@echo "make demo       train an agent on CartPole from a mapped buffer that is killed in the middle (half a minute; the first time, see README)"
@@ -35,6 +36,8 @@ help:
 	@echo "make mutants    every planted error and every protection taken out, which the tests must find (three minutes)"
 	@echo "make mutation-score  some 300 random mutants, each against the tests that reach it (two hours; see tests/mutation/score.py)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
+	@echo "make oldest     short scenes with the lower bounds of pyproject.toml;  make newest: with constraints-newest.txt (a minute)"
+	@echo "make newest-versions  writes constraints-newest.txt by what is newest today;  make oldest-versions: by pyproject.toml"
 	@echo "make wheels     dist/: an sdist, and from it wheels for the Pythons here (three minutes);  make wheel-test tries them"
 	@echo "make test-aarch64  the native core's tests under qemu (minutes; qemu-user, g++-aarch64-linux-gnu)"
 	@echo "make walls      how much the classes use of each other's inside"
@@ -76,6 +79,25 @@ $(VENV)/.dev: $(VENV)/.run
 	@touch $@
 
 environment: $(VENV)/.engram $(VENV)/.dev
+
+# The lower bounds of pyproject.toml, and the newest releases, over what runs engram and with its torch; scenes with each.
+# The files are written anew by `make oldest-versions newest-versions`.
+VERSIONS := oldest newest
+$(VERSIONS:%=.venv-%/.run): .venv-%/.run: constraints.txt constraints-%.txt
+	@$(CLOCK) "making .venv-$* with the $* versions (half a minute to two, once)" \
+	  $(ENVIRONMENT) --fresh .venv-$* "$(RUN)" "-r constraints-$*.txt"
+	@touch $@
+
+# The engram that is built into $(VENV), which has the same Python.
+$(VERSIONS:%=.venv-%/.engram): .venv-%/.engram: .venv-%/.run $(VENV)/.engram
+	cp -r --remove-destination $(VENV)/lib/python*/site-packages/*engram* .venv-$*/lib/python*/site-packages/
+	@touch $@
+
+$(VERSIONS): %: .venv-%/.engram
+	.venv-$*/bin/python tests/versions/scenes.py constraints-$*.txt
+
+$(VERSIONS:%=%-versions): %-versions:
+	$(PYTHON) packaging/versions.py $*
 
 # With a checkout that is built in place, that; else with the wheel, where one fits; else it is built.
 demo: $(if $(and $(FRESH_WHEEL),$(if $(wildcard $(VENV)/.engram),,yes)),$(VENV)/.wheel,$(VENV)/.engram)
@@ -176,7 +198,8 @@ release-check:
 	$(PYTHON) packaging/ci.py --all
 
 clean:
-	rm -rf build dist site $(DOCS_VENV) $(VENV) .venv-layers .venv-bench .venv-ray .venv-ray-peers .venv-reverb
+	rm -rf build dist site $(DOCS_VENV) $(VENV) .venv-layers .venv-bench .venv-ray .venv-ray-peers .venv-reverb \
+	  $(VERSIONS:%=.venv-%)
 
 include benchmarks/bench.mk
 include tests/cluster/ray.mk

@@ -84,7 +84,7 @@ PARTS = (
     make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), waits=True),
     make(
         "wheel-check",
-        sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE"),
+        sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE*"),
     ),
     make(
         "instructions",
@@ -93,6 +93,8 @@ PARTS = (
         needs=("tools", *BUILT),
         sees=("src", "benchmarks"),
     ),
+    make("oldest", needs=BUILT, sees=("src", "tests/versions", "constraints-oldest.txt")),
+    make("newest", needs=BUILT, sees=("src", "tests/versions", "constraints-newest.txt")),
     make("static", needs=BUILT),
     make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),

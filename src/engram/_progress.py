@@ -31,8 +31,11 @@ def progress_bar(what: str, total: int | None, shown: bool) -> Iterator[Callable
             yield advance
         return
     console = Console(stderr=True)
+    if not console.is_terminal:  # a bar that shows nothing ends with an empty line, in rich 13
+        yield lambda steps: None
+        return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda steps: bar.advance(task, steps)
 

@@ -96,7 +96,8 @@ def test_the_command_takes_one_output(tmp_path):
 
 
 def test_the_help_names_the_extra_that_an_mp4_needs():
-    assert "engram[video]" in " ".join(call("play", "--help").output.split())
+    # Without brackets, which some versions of typer take for markup.
+    assert "engram's extra 'video'" in " ".join(call("play", "--help").output.split())
 
 
 def test_only_a_gif_of_engrams_own_is_replaced(tmp_path):

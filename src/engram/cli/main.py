@@ -200,7 +200,7 @@ def command() -> typer.Typer:
         episode: int = typer.Option(-1, "--episode", help="Which one: 0 is the oldest, -1 the newest."),
         output: str = typer.Option(None, "-o", "--output", help="The .gif or .mp4 to write; <name>.gif by default."),
         gif: str = typer.Option(None, "--gif", help="The same, a GIF."),
-        mp4: str = typer.Option(None, "--mp4", help=r'The same, an MP4; needs pip install "engram\[video]".'),
+        mp4: str = typer.Option(None, "--mp4", help="The same, an MP4; needs engram's extra 'video'."),
         key: str = of_key,
         fps: float = typer.Option(30.0, "--fps", help="Frames a second."),
         snapshot: str = of_snapshot,

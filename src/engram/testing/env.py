@@ -54,8 +54,7 @@ class EnvContract:
 
     def test_a_rollout_goes_on_where_the_last_step_ended(self, env: Any) -> None:
         batch = env.rollout(30, break_when_any_done=False)
-        time = len(env.batch_size)
-        before, after = batch.narrow(time, 1, 29), batch.narrow(time, 0, 29)
+        before, after = batch[..., 1:], batch[..., :-1]
         goes_on = ~after["next", "done"].squeeze(-1)
         for key in env.observation_spec.leaves().keys() - {"_idle"}:  # rollouts have no rows that are marked so
             old = after["next"].get(key)[goes_on]
