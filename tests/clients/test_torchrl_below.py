@@ -162,7 +162,7 @@ def test_hidden_state_of_primers_below_continues():
 
 
 def test_what_is_no_environment_is_refused():
-    with pytest.raises(TypeError, match="takes an environment of engram or of TorchRL, got a str"):
+    with pytest.raises(TypeError, match="takes an environment of engram, gymnasium or TorchRL, got a str"):
         TransformedEnv("CartPole-v1")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -452,6 +453,7 @@ _READ_BY_TORCHRL = (
     "_spec_locked",
     "_cache",
     "_inplace_update",
+    "_complete_done",
 )
 SPEC_NAMES = ("observation_spec", "full_action_spec", "full_reward_spec", "full_done_spec", "state_spec")
 
@@ -794,18 +796,18 @@ class EnvBase(nn.Module, HasSpaces):
             return self._with_flags(self._reset_from(td, mask, kwargs))
         given = td
         if not has_methods_of_engram(self, "_reset"):  # a subclass may write into what it gets
-            given = td.clone() if self._supports_set_state else td.copy().set("_reset", mask.clone())
+            given = td.clone() if self._reads_state() else td.copy().set("_reset", mask.clone())
         fresh = self._with_flags(self._reset_from(given, given.get("_reset"), kwargs))
         return fresh if bool(mask.all()) else merge_where(mask, fresh, td)
 
     def _with_state(self, td: TensorDictBase | None, set_state: bool) -> TensorDictBase | None:
         """The part of the caller's TensorDict that a reset gets."""
-        if set_state and (td is None or not self._supports_set_state):
+        if set_state and (td is None or not self._reads_state()):
             raise NotImplementedError(
                 f"set_state=True: the reset of a {type(self).__name__} reads no state from a TensorDict; "
                 "set_seed(...) repeats an episode, and actions=... its steps"
             )
-        if set_state or td is None or not self._supports_set_state:
+        if set_state or td is None or not self._reads_state():
             return td
         return td.select("_reset", strict=False)
 
@@ -822,7 +824,17 @@ class EnvBase(nn.Module, HasSpaces):
         return td if has_methods_of_engram(self, "_step", "_reset") else td.clone()
 
     @property
-    def _supports_set_state(self) -> bool:  # a name by which users of TorchRL ask
+    def _supports_set_state(self) -> bool:
+        """Whether `reset(td, set_state=True)` reads a state; a name by which users of TorchRL ask.
+
+        Raises:
+            TypeError: TorchRL's batched environments ask. They would step this one past `step`, which makes `done`.
+        """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torchrl."):
+            raise TypeError(f"TorchRL reads '_supports_set_state' of a {type(self).__name__} of engram: {_WRAP}")
+        return self._reads_state()
+
+    def _reads_state(self) -> bool:
         """Whether resets and steps read more of the caller's TensorDict than the action and the mask of resets."""
         return self._in_torchrl_form
 

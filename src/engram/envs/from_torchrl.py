@@ -38,8 +38,7 @@ class TorchRLEnv(EnvBase):
         self.full_done_spec = spec_from_torchrl(env.full_done_spec)
         self.state_spec = spec_from_torchrl(env.state_spec)
 
-    @property
-    def _supports_set_state(self) -> bool:
+    def _reads_state(self) -> bool:
         return not self.state_spec.is_empty()
 
     def _reset(self, mask: Any = None, **kwargs: Any) -> TensorDictBase:

@@ -808,14 +808,13 @@ class ParallelEnv(EnvBase):
         return self._stepper.engine
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        if td is None or not self._supports_set_state:
+        if td is None or not self._reads_state():
             return super()._reset_from(td, mask, kwargs)
         assert isinstance(self._stepper, TensorDictStepper)
         fresh = self._stepper.reset_from(td, mask, kwargs)
         return TensorDict(fresh, batch_size=self.batch_size, device=self.device)
 
-    @property
-    def _supports_set_state(self) -> bool:
+    def _reads_state(self) -> bool:
         return self._member_reads_state
 
     def _reset(self, mask: torch.Tensor | None) -> TensorDictBase:
@@ -900,7 +899,7 @@ class _EnvDescription(NamedTuple):
             env.full_done_spec,
             env.state_spec,
             env.action_keys,
-            env._supports_set_state,
+            env._reads_state(),
             None if engine is None else (engine.env.action_space, engine.env.observation_space),
             None if engine is None else (engine.action, engine.leaves),
             env.encoded_spaces(),

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from engram._advice import advised
+from engram._checks import attribute
 from engram._overrides import overrides
 from engram.envs.action_checks import action_keys
 from engram.pytree import get_entry, set_entry, to_tensor
@@ -684,7 +685,8 @@ def _missing_marks(policy: Any, env: Any) -> list[Any]:
     if not isinstance(policy, nn.Module):
         return []
     readers = [policy] if isinstance(policy, TensorDictModuleBase) else policy.modules()
-    keys = [key for module in readers if isinstance(module, TensorDictModuleBase) for key in module.in_keys]
+    modules = [module for module in readers if isinstance(module, TensorDictModuleBase)]
+    keys = [key for module in modules for key in attribute(module, "in_keys") or ()]  # a user's class may have none
     marks = list(dict.fromkeys(key for key in keys if key == INIT or (isinstance(key, tuple) and key[-1] == INIT)))
     return [key for key in marks if key not in observation_keys(env)] if marks else marks
 

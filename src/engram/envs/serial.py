@@ -84,16 +84,15 @@ class SerialEnv(EnvBase, HasEngines):
         return engines if all(engine.has_spaces_of(engines[0]) for engine in engines) else None
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        if td is None or not self._supports_set_state:
+        if td is None or not self._reads_state():
             return super()._reset_from(td, mask, kwargs)
         rows = list(zip(self._envs, td.unbind(0), strict=True))
         fresh = [own_reset(env, row, **kwargs) if mask is None or row["_reset"].any() else None for env, row in rows]
         blank = next((one.apply(torch.zeros_like) for one in fresh if one is not None), td[0].exclude("_reset"))
         return torch.stack([blank if one is None else one for one in fresh])  # blank rows are never read
 
-    @property
-    def _supports_set_state(self) -> bool:
-        reads: bool = self._envs[0]._supports_set_state
+    def _reads_state(self) -> bool:
+        reads: bool = self._envs[0]._reads_state()
         return reads
 
     def call_below(self, path: str) -> Any:

@@ -196,15 +196,14 @@ class TransformedEnv(PartlyCopied, EnvBase):
         self._base.set_random_state(state)
 
     def _reset_from(self, td: TensorDictBase | None, mask: Tensor | None, kwargs: dict[str, Any]) -> TensorDictBase:
-        if td is None or not self._supports_set_state:
+        if td is None or not self._reads_state():
             return super()._reset_from(td, mask, kwargs)
         fresh = own_reset(self._base, td, **kwargs).exclude("_reset")
         blank = TensorDict(batch_size=fresh.batch_size, device=self.device)
         return self._after_reset(blank if mask is None else blank.set("_reset", mask), fresh)
 
-    @property
-    def _supports_set_state(self) -> bool:
-        return self._base._supports_set_state
+    def _reads_state(self) -> bool:
+        return self._base._reads_state()
 
     def _reset(self, mask: Tensor | None) -> TensorDictBase:
         td = TensorDict(batch_size=self.batch_size, device=self.device)

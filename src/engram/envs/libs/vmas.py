@@ -104,8 +104,7 @@ class VmasWrapper(EnvBase):
         """The environment of vmas."""
         return vars(self)["_env"]
 
-    @property
-    def _supports_set_state(self) -> bool:
+    def _reads_state(self) -> bool:
         return False
 
     def _reset(self, tensordict: TensorDictBase | None = None, **_: Any) -> TensorDictBase:  # type: ignore[override]
