@@ -302,7 +302,7 @@ class Counting(Transform):
         super().__init__()
         self.writes = 0
 
-    def inv(self, batch: TensorDict) -> TensorDict:
+    def _inv_call(self, batch: TensorDict) -> TensorDict:
         self.writes += 1
         return batch
 

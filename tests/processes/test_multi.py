@@ -262,7 +262,7 @@ def test_when_enough_workers_have_their_batch_the_others_hand_out_what_they_have
 @pytest.mark.parametrize(
     ("kwargs", "error", "match"),
     [
-        ({"frames_per_batch": 0}, ValueError, "frames_per_batch must be 1 or more"),
+        ({"frames_per_batch": 0}, ValueError, "frames_per_batch must be an integer of 1 or more"),
         ({"frames_per_batch": 10, "total_frames": 0}, ValueError, "total_frames must be"),
         ({"frames_per_batch": 10, "num_workers": 3}, ValueError, "2 environments to make and num_workers=3"),
         ({"frames_per_batch": 10, "preemptive_threshold": 1.5}, ValueError, "preemptive_threshold must be in"),

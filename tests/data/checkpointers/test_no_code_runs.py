@@ -43,6 +43,7 @@ H5_OBJECTS = {"string_dtype", "vlen_dtype", "ref_dtype", "special_dtype", "regio
 # environment for the worker processes of this program, and the errors that come back from them; texts of an HDF5 file
 # that is written; `eval` of a module.
 NEEDED = {
+    "_system.py": ["import ctypes"],  # memfd_create of libc, for Pythons without it
     "_aliases.py": [
         *("import importlib", "import importlib.util", "import importlib.abc", "import importlib.machinery"),
         "importlib.import_module",
