@@ -22,12 +22,14 @@ SOURCES = Path(engram.__file__).parent
     [
         ("sb3", "stable_baselines3", "engram.compat.sb3 needs stable-baselines3: pip install stable-baselines3"),
         ("tianshou", "tianshou", "engram.compat.tianshou needs tianshou: pip install tianshou"),
+        ("cleanrl", "gymnasium", 'engram.compat needs gymnasium: pip install "engram[gym]"'),
     ],
 )
 def test_an_adapter_without_its_library_says_what_to_install(
     adapter: str, hidden: str, install: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, f"engram.compat.{adapter}", raising=False)
+    for module in (adapter, "transitions"):
+        monkeypatch.delitem(sys.modules, f"engram.compat.{module}", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == hidden]:
         monkeypatch.delitem(sys.modules, name)
 

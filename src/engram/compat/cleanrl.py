@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from engram.compat.transitions import MakeStorage, TransitionRows, on_device, truncations
@@ -22,6 +21,10 @@ from engram.data import (
     Storage,
     TensorDictReplayBuffer,
 )
+from engram.kernel.tools import packages
+
+with packages("engram.compat.cleanrl", "engram[gym]", gymnasium="gymnasium"):
+    from gymnasium import spaces
 
 
 class ReplayBufferSamples(NamedTuple):

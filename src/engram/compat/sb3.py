@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from engram.compat.transitions import (
@@ -23,6 +22,7 @@ from engram.kernel.rows import NSteps
 from engram.kernel.tools import packages
 
 with packages("engram.compat.sb3", "stable-baselines3", stable_baselines3="stable_baselines3"):
+    from gymnasium import spaces
     from stable_baselines3.common import buffers
     from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
     from stable_baselines3.common.vec_env import VecNormalize

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
 from engram.kernel.replay import append_step, read_leaves, read_n_steps
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
+from engram.kernel.tools import packages
 from engram.pytree import KeyPath, get_entry, to_tensor
+
+with packages("engram.compat", "engram[gym]", gymnasium="gymnasium"):
+    from gymnasium import spaces
 
 #: Makes a storage: called with the number of steps of all environments together, `ndim=2`, and `compact=True` where
 #: observations are to be stored once.

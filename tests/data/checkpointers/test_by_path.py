@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 import engram
+from contracts.corruption import NASTY, Forger, exchanged, places, without
 from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
@@ -23,7 +24,7 @@ from engram.data import (
     StorageEnsemble,
     TensorDictReplayBuffer,
 )
-from engram.errors import CheckpointMisfitError, CorruptCheckpointError
+from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError
 
 ROOM = 20
 STORAGES: dict[str, Callable[[int], Any]] = {
@@ -107,6 +108,27 @@ def test_a_load_gives_what_our_own_checkpointers_give(
             found.append(content(twin)[:2])
         assert engram.verify(tmp_path / place).ok
     assert found[:4] == found[4:] and found[:2] == found[2:4]
+
+
+@pytest.mark.deep
+@each("own", [Slots, State])
+def test_a_forged_description_of_the_files_is_a_checkpoint_error_and_changes_nothing(
+    tmp_path: Path, own: type[Any]
+) -> None:
+    written(buffer(LazyTensorStorage(ROOM), own()), 33).dumps(tmp_path)
+    forger = Forger(tmp_path)
+    body, refused = forger.document["body"], 0
+    for at in places(body["storage"], ()):
+        for value in [*NASTY, KeyError]:
+            made = without(body["storage"], at) if value is KeyError else exchanged(body["storage"], at, value)
+            forger.write({**forger.document, "body": {**body, "storage": made}})
+            rb = written(buffer(LazyTensorStorage(ROOM), own()), 4)
+            try:
+                rb.loads(tmp_path)
+            except CheckpointError:
+                refused += 1
+                assert len(rb) == 4
+    assert refused > 100
 
 
 def test_files_that_were_changed_are_found_before_they_are_read(tmp_path: Path) -> None:
