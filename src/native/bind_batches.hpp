@@ -314,9 +314,9 @@ class EpochDraw final : public RowDraw {
     const EpochWalk& walk = nb::cast<const EpochWalk&>(walk_);
     drawn.slots.clear();
     drawn.slots.reserve(n);
-    if (!walk.is_of(store) || walk.some_overwritten(store)) return false;
+    if (!walk.is_of(store) || walk.some_gone(store)) return false;
     const uint64_t position = walk.draw(store, position_, n, walk.size(), drawn.slots);
-    if (walk.size() - position < n || drawn.slots.size() < n || walk.some_overwritten(store)) return false;
+    if (walk.size() - position < n || drawn.slots.size() < n || walk.some_gone(store)) return false;
     epoch_[key()] = position;
     return true;
   }
@@ -538,11 +538,15 @@ class BatchMaker {
     batch.form = form_of(sources, forms_[form]);
     if (!batch.form->is_made_here() || !draw.prepare(store)) return false;
     if (store.geometry().lanes > std::max<size_t>(n, 1) && draw.takes_newer_rows() && !store.read_only())
-      return draw.draw(store, n, drawn) && reader.find(drawn.slots.data(), drawn.slots.size());
+      return draw.draw(store, n, drawn) && reader.find(drawn.slots.data(), drawn.slots.size()) && are_left(store, drawn);
     reader.look();
     // Another process can replace all rows only in a store that this process may not write.
     if (store.read_only() && reader.rows_are_being_replaced()) return false;
-    return draw.draw(store, n, drawn) && reader.locate(drawn.slots.data(), drawn.slots.size());
+    return draw.draw(store, n, drawn) && reader.locate(drawn.slots.data(), drawn.slots.size()) && are_left(store, drawn);
+  }
+  // Whatever a draw looks at, no batch has a row that was removed before it.
+  static bool are_left(const Store& store, const DrawnBatch& drawn) {
+    return !store.lanes.removals() || removed_places(store, drawn.slots.data(), drawn.slots.size()).empty();
   }
   const SharedForm& form_of(const Sources& sources, Form& form) {
     bool is_made = form.made != nullptr;

@@ -110,6 +110,7 @@ class Episodes {
     else
       for (size_t from = 0; from < n; from += kAskedTogether)
         draw_some(all, rule, seed, from, std::min(n, from + kAskedTogether), slices);
+    if (store.lanes.removals()) redraw_removed(store, rule, seed, slices);
     return true;
   }
   // The n slices that end last: one of each environment's newest trajectory that is long enough, then one of each one's
@@ -122,19 +123,50 @@ class Episodes {
     if (n > kMostBytes / sizeof(Slice)) throw std::bad_alloc();
     SliceBatch batch = empty_batch(store, rule);
     batch.slices.reserve(n);
+    uint64_t most = 0;  // trajectories of an environment
+    for (uint64_t k = 0; k < index_.envs(); ++k) most = std::max(most, all.count(k));
     for (uint64_t age = 0; batch.slices.size() < n; ++age) {
       const size_t before = batch.slices.size();
       for (uint64_t k = 0; k < index_.envs() && batch.slices.size() < n; ++k)
-        if (age < all.count(k)) batch.slices.push_back(last_slice(rule, all.at(index_, k, all.count(k) - 1 - age)));
-      if (batch.slices.size() == before) age = static_cast<uint64_t>(-1);  // begins again
+        if (age < all.count(k)) {
+          const Slice slice = last_slice(rule, all.at(index_, k, all.count(k) - 1 - age));
+          if (!has_removed(store.lanes, slice)) batch.slices.push_back(slice);
+        }
+      if (batch.slices.size() > before || age < most) continue;
+      if (batch.slices.empty()) throw_all_removed();
+      age = static_cast<uint64_t>(-1);  // begins again
     }
     return batch;
   }
-  // The number of trajectories or, by window, of windows that `draw` chooses from.
-  uint64_t choices(Store& store, const SliceRule& rule, nb::handle fetch) {
+  // The number of trajectories or, by window, of windows that `draw` chooses from, without those that removed rows take from it.
+  double choices(Store& store, const SliceRule& rule, nb::handle fetch) {
     const ForkSafeMutex::Lock lock(mutex_);
     poll(store, fetch);
-    return eligible(rule).total();
+    return eligible(rule).left(store.lanes, index_, rule);
+  }
+  // Puts others in the places of slices that have removed rows, until none has one.
+  void redraw_removed(const Store& store, const SliceRule& rule, uint64_t seed, std::vector<Slice>& slices) {
+    EligibleTrajectories& all = eligible(rule);
+    uint64_t drawn = 2 * slices.size();  // random numbers of this seed
+    for (Slice& slice : slices)
+      for (int tries = 0; has_removed(store.lanes, slice); ++tries) {
+        if (tries == kTries) throw_removed(1 - all.left(store.lanes, index_, rule) / static_cast<double>(all.total()));
+        const uint64_t which = below(random_at(seed, drawn), all.total()), window = random_at(seed, drawn + 1);
+        slice = rule.by_window ? all.window(index_, rule, which) : draw_slice(rule, all.at(index_, which), window);
+        drawn += 2;
+      }
+  }
+  static constexpr int kTries = 1000;  // to draw a slice without removed rows
+  [[noreturn]] static void throw_all_removed() {
+    throw std::runtime_error("every slice that can be drawn has rows that were removed; use shorter slices, or store more rows");
+  }
+  // `share`: of the slices that could be drawn, which have removed rows.
+  [[noreturn]] static void throw_removed(double share) {
+    if (share >= 1) throw_all_removed();
+    char percent[32];
+    std::snprintf(percent, sizeof percent, "%.4g", 100 * share);
+    throw std::runtime_error(std::string(percent) + " % of the slices that could be drawn have rows that were removed, and " +
+                             std::to_string(kTries) + " draws found none without; use shorter slices, or store more rows");
   }
   // Calls `use` with the updated index and an empty batch of slices.
   template <typename Use>
@@ -191,9 +223,11 @@ class Episodes {
     SliceBatch batch = empty_batch(store, rule);
     Trajectory t;
     for (; position < epoch.size() && batch.slices.size() < n; ++position)
-      if (epoch.at(index_, all, position, t)) batch.slices.push_back(draw_slice(rule, t, random_at(seed, position)));
+      if (epoch.at(index_, all, position, t))
+        if (const auto slice = draw_slice_left(store.lanes, rule, t, random_at(seed, position))) batch.slices.push_back(*slice);
     size_t more = 0;
-    for (uint64_t p = position; p < epoch.size() && more < least; ++p) more += epoch.at(index_, all, p, t);
+    for (uint64_t p = position; p < epoch.size() && more < least; ++p)
+      more += epoch.at(index_, all, p, t) && draw_slice_left(store.lanes, rule, t, 0);
     return {std::move(batch), position, more >= least};
   }
 

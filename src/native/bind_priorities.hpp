@@ -169,6 +169,13 @@ constexpr const char* kAllZero =
     "the priorities of all stored steps are 0, so that none can be drawn; give one a priority with update_priority, or "
     "the sampler an eps above 0";
 
+// There are rows, and none can be drawn.
+[[noreturn, gnu::noinline]] inline void refuse_to_draw(const Store& store) {
+  const uint64_t rows = store.lanes.rows() * store.geometry().envs;
+  if (store.lanes.removed_rows() < rows) throw std::runtime_error(kAllZero);
+  throw std::runtime_error("all " + std::to_string(rows) + " stored rows were removed; add or extend it first");
+}
+
 // Draws n rows: (slots, weights, drawn rows); None: no row is stored.
 inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
                                                                               nb::handle seed_in, size_t n, double beta,
@@ -181,8 +188,7 @@ inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Pri
   out.take();
   self.poll(store);
   if (self.rows() == 0) return std::nullopt;
-  if (!(self.total() > 0))
-    throw std::runtime_error(kAllZero);
+  if (!(self.total() > 0)) refuse_to_draw(store);
   static thread_local std::vector<double> leaves;
   leaves.resize(n);
   self.draw(static_cast<uint64_t>(seed.data[0]), out.data<int64_t>(0), leaves.data(), n);
@@ -218,7 +224,7 @@ class PriorityDraw final : public RowDraw {
     Priorities& priorities = nb::cast<Priorities&>(priorities_);
     priorities.poll(store);
     if (priorities.rows() == 0) return false;
-    if (!(priorities.total() > 0)) throw std::runtime_error(kAllZero);
+    if (!(priorities.total() > 0)) refuse_to_draw(store);
     drawn.slots.resize(n), drawn.leaves.resize(n);
     priorities.draw(seed_, drawn.slots.data(), drawn.leaves.data(), n);
     if (!drawn.with_weights) return true;
@@ -271,13 +277,15 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
     open_starts(self, store, index, rule);
     if (!(self.total() > 0)) {
       if (index.longest() < rule.min_length) return std::nullopt;
-      throw std::runtime_error(kAllZero);
+      refuse_to_draw(store);
     }
     std::vector<int64_t> slots(n);
     std::vector<double> leaves(n);
     self.draw(first, slots.data(), leaves.data(), n);
     const StoreGeometry& s = store.geometry();
-    for (size_t i = 0; i < n; ++i) {
+    const bool some_removed = store.lanes.removals() != 0;
+    uint64_t again = 0;
+    for (size_t i = 0; i < n;) {
       const int64_t slot = slots[i];
       const uint64_t time = static_cast<uint64_t>(slot) / s.envs, lane = time / s.lane_capacity;
       const uint64_t env = static_cast<uint64_t>(slot) % s.envs;
@@ -288,7 +296,15 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
         return std::nullopt;  // overwritten after the index was updated
       // A window that starts at the first row may begin ahead of the trajectory.
       const uint64_t ahead = sequence == t.start && rule.before ? below(random_at(mix64(first), i), rule.before + 1) : 0;
-      batch.slices.push_back(slice_of(rule, t, static_cast<int64_t>(sequence) - static_cast<int64_t>(ahead)));
+      const Slice slice = slice_of(rule, t, static_cast<int64_t>(sequence) - static_cast<int64_t>(ahead));
+      if (some_removed && has_removed(store.lanes, slice)) {
+        if (++again % Episodes::kTries == 0 && again >= Episodes::kTries * (i + 1))
+          Episodes::throw_removed(static_cast<double>(again) / static_cast<double>(again + i + 1));
+        self.draw(mix64(first ^ mix64(again)), &slots[i], &leaves[i], 1);
+        continue;
+      }
+      batch.slices.push_back(slice);
+      ++i;
     }
     return batch;
   });

@@ -82,6 +82,7 @@ inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
     void rows(uint64_t, uint64_t from, uint64_t to) {
       for (uint64_t w = from; w < to; ++w) slots.push_back(static_cast<int64_t>(w % heap.capacity()));
     }
+    bool is_left(int64_t slot) const { return !store.lanes.is_removed(static_cast<uint64_t>(slot)); }
     void edited(uint64_t slot) {
       uint64_t sequence = 0;
       if (SlotSequences(store.lanes.view(0), heap.capacity()).find(slot, sequence))
@@ -90,6 +91,10 @@ inline std::optional<Tensor> heap_behind(RankHeap& heap, const Store& store) {
   } visitor{heap, store, {}};
   try {
     heap.follower().poll(store, visitor);
+    if (store.lanes.removals()) {  // removed rows are the first ones that others take the place of
+      std::erase_if(visitor.slots, [&](int64_t slot) { return !visitor.is_left(slot); });
+      store.lanes.each_removed(0, [&](uint64_t w, uint64_t) { heap.set_rank(w % heap.capacity(), -HUGE_VAL); });
+    }
     return visitor.slots.empty() ? std::nullopt : std::optional(int64_out(visitor.slots));
   } catch (...) {
     heap.follower().forget();  // memory ran out before these rows were returned

@@ -568,8 +568,10 @@ class Replacement {
  public:
   // `rows_in`: the row of the plan that each slot takes; None: one after the other. `first`: row i of the plan has the
   // sequence first + i; none: the row in a slot keeps the sequence that it has.
-  Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in, std::optional<uint64_t> first)
-      : store_(store), writer_(store) {
+  // `replaces`: they are other rows, and not the stored ones with other values.
+  Replacement(Store& store, nb::handle slots_in, const Plan& plan, nb::handle rows_in, std::optional<uint64_t> first,
+              bool replaces = false)
+      : store_(store), replaces_(replaces), writer_(store) {
     store.must_be_writable();
     const SlotsArg given(nb::borrow(slots_in));
     slots_.assign(given.data, given.data + given.n);  // a copy, so that the checked slots are the ones that are written
@@ -606,7 +608,7 @@ class Replacement {
   // Every slot must hold a row by now.
   void write() {
     if (differing_leaf()) throw nb::value_error("observations that are stored once are shared by several rows, and stay as they are");
-    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr);
+    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr, replaces_);
   }
   // The offset of an observation that is another one in the rows that are given than in those that are stored: frames are shared with
   // other rows, and cannot change.
@@ -644,7 +646,7 @@ class Replacement {
   Store& store_;
   std::vector<int64_t> slots_, rows_;
   std::vector<uint64_t> own_sequences_;
-  bool chosen_ = false;
+  bool chosen_ = false, replaces_ = false;
   std::vector<SlotSequences> sequences_;
   InPlaceWriter writer_;
   std::vector<LeafSource> leaves_;    // that lie in the row
@@ -691,12 +693,91 @@ inline std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes
 }
 
 // Enters changed slots in the log, for rows that are kept elsewhere, so that followers read them again.
-inline void note_edits(Store& store, nb::handle slots_in) {
+// `replaced`: they are other rows by now.
+inline void note_edits(Store& store, nb::handle slots_in, bool replaced) {
   store.must_be_writable();
   const SlotsArg slots(nb::borrow(slots_in));
   for (size_t i = 0; i < slots.n; ++i)
     if (static_cast<uint64_t>(slots.data[i]) >= store.slots()) refuse_slots(store);
-  InPlaceWriter(store).note(slots.data, slots.n);
+  InPlaceWriter(store).note(slots.data, slots.n, replaced);
+}
+
+// ---- removed rows ----
+// Removes rows of a lane, whose turn this process has: those in these slots that still have these generations, as the lanes count.
+// Slots of other lanes are left out. Returns how many were there, and not removed before.
+inline uint64_t remove_rows(Store& store, uint64_t lane, nb::handle slots_in, nb::handle generations_in) {
+  store.must_be_writable();
+  check_lane(store, lane);
+  const Lanes& lanes = store.lanes;
+  if (!lanes.can_remove()) throw nb::value_error("this store was made by an engram that removed no rows");
+  const SlotsArg slots(nb::borrow(slots_in)), generations(nb::borrow(generations_in));
+  if (slots.n != generations.n) throw nb::value_error("one generation for each slot");
+  const uint64_t envs = lanes.envs(), rows = lanes.capacity() * envs;
+  const SlotSequences here(lanes.view(lane), lanes.capacity());
+  std::vector<std::pair<uint64_t, uint64_t>> chosen;  // sequence and environment
+  uint64_t newest = 0, end = 0;
+  for (size_t i = 0; i < slots.n; ++i) {
+    const auto slot = static_cast<uint64_t>(slots.data[i]);
+    if (slot >= store.slots()) refuse_slots(store);
+    uint64_t w = 0;
+    if (slot / rows != lane || !here.find(slot % rows / envs, w) || static_cast<uint64_t>(generations.data[i]) != w) continue;
+    chosen.emplace_back(w, slot % envs);
+    newest = std::max(newest, w), end = std::max(end, slot % rows + 1);
+  }
+  if (chosen.empty()) return 0;
+  // What may fail comes before the first change.
+  store.sync_before_removing(lane, newest);
+  lanes.make_room_to_remove(lane, end);
+  lanes.flow().in_use.fetch_or(kRemovesRows, std::memory_order_relaxed);
+  lanes.note_removals();
+  const Lanes::Protocol protocol = lanes.protocol(lane);
+  uint64_t removed = 0;
+  for (const auto& [w, env] : chosen) removed += protocol.remove(w, env);
+  lanes.note_removals();
+  return removed;
+}
+
+// The positions among these slots of rows that are removed.
+inline std::vector<uint32_t> removed_places(const Store& store, const int64_t* slots, size_t n) {
+  std::vector<uint32_t> places;
+  if (!store.lanes.removals()) return places;
+  for (size_t i = 0; i < n; ++i)
+    if (store.lanes.is_removed(static_cast<uint64_t>(slots[i]))) places.push_back(static_cast<uint32_t>(i));
+  return places;
+}
+
+// A bit for each of rows [from, to) of a lane, in the order of time and environments, the lowest of a byte first: set where the row
+// is removed. Empty: none is.
+inline nb::bytes removed_bits(const Store& store, uint64_t l, uint64_t from, uint64_t to) {
+  check_lane(store, l);
+  const Lanes::Protocol lane = store.lanes.protocol(l);
+  if (from > to || to - from > lane.capacity) throw nb::value_error("more rows than the lane has room for");
+  std::string bits;
+  if (lane.removed.any()) {
+    bits.resize(((to - from) * lane.envs + 7) / 8);
+    for (uint64_t w = from, i = 0; w < to; ++w)
+      for (uint64_t env = 0; env < lane.envs; ++env, ++i)
+        if (lane.is_removed(w, env)) bits[i / 8] = static_cast<char>(bits[i / 8] | 1 << i % 8);
+    if (bits.find_first_not_of('\0') == std::string::npos) bits.clear();
+  }
+  return nb::bytes(bits.data(), bits.size());
+}
+// Removes the rows from `from` on whose bits are set, as part of a restore: bits as `removed_bits` gives them.
+inline void restore_removed(const Store& store, uint64_t l, uint64_t from, nb::bytes given) {
+  store.must_be_writable();
+  check_lane(store, l);
+  const std::string bits = bytes_of(given);
+  const Lanes& lanes = store.lanes;
+  if (bits.empty()) return;
+  if (!lanes.can_remove()) throw nb::value_error("this store was made by an engram that removed no rows");
+  if (bits.size() > (lanes.capacity() * lanes.envs() + 7) / 8) throw nb::value_error("more bits than the lane has rows");
+  lanes.make_room_to_remove(l, std::min(lanes.capacity() * lanes.envs(), (from % lanes.capacity() * lanes.envs()) + bits.size() * 8));
+  lanes.flow().in_use.fetch_or(kRemovesRows, std::memory_order_relaxed);
+  lanes.note_removals();
+  const Lanes::Protocol lane = lanes.protocol(l);
+  for (uint64_t i = 0; i < bits.size() * 8; ++i)
+    if (static_cast<uint8_t>(bits[i / 8]) >> i % 8 & 1) lane.remove(from + i / lane.envs, i % lane.envs);
+  lanes.note_removals();
 }
 
 // Generations of slots as the lanes count: sequences, -1 where a slot holds no row.
@@ -735,8 +816,8 @@ inline std::optional<Tensor> uniform(Store& store, nb::handle seed_in, size_t n)
 class EpochWalk {
  public:
   EpochWalk(const Store& store, uint64_t key, bool shuffle, std::vector<std::pair<uint64_t, uint64_t>> ranges,
-            uint64_t ring, std::vector<uint64_t> moved)
-      : map_(ring ? ring : store.lanes.capacity(), store.lanes.envs()), moved_(std::move(moved)),
+            uint64_t ring, std::vector<uint64_t> moved, bool with_removed)
+      : with_removed_(with_removed), map_(ring ? ring : store.lanes.capacity(), store.lanes.envs()), moved_(std::move(moved)),
         permutation_(0, 0, false) {
     if (moved_.empty()) moved_.resize(ranges.size());
     if (ranges.size() != store.lanes.count() || moved_.size() != ranges.size())
@@ -751,8 +832,9 @@ class EpochWalk {
   }
   uint64_t size() const { return map_.total(); }
   bool is_of(const Store& store) const { return store.lanes.count() == moved_.size(); }
-  // Whether rows of the epoch were overwritten since it began.
-  bool some_overwritten(const Store& store) const {
+  // Whether rows of the epoch were overwritten or removed since it began.
+  bool some_gone(const Store& store) const {
+    if (store.lanes.removals() && store.lanes.removed_rows()) return true;
     for (uint64_t l = 0; l < first_.size(); ++l)
       if (store.lanes.view(l).first + moved_[l] > first_[l]) return true;
     return false;
@@ -774,6 +856,7 @@ class EpochWalk {
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
     const uint64_t end = std::min(stop, map_.total());
+    const bool some_removed = !with_removed_ && store.lanes.removals() != 0;
     const bool all_in_one_ring = in_place_ && map_.is_one_ring() && first[0] <= first_[0];
     const bool rows_are_here = store.geometry().payload_bytes > 0;
     uint64_t rows[Permutation::kBlock];
@@ -786,6 +869,10 @@ class EpochWalk {
         const size_t done = drawn.size();
         drawn.resize(done + block);
         map_.slots_in_ring(rows, block, drawn.data() + done);
+        if (some_removed) {
+          const auto is_removed = [&](int64_t slot) { return store.lanes.is_removed(static_cast<uint64_t>(slot)); };
+          drawn.erase(std::remove_if(drawn.begin() + static_cast<ptrdiff_t>(done), drawn.end(), is_removed), drawn.end());
+        }
         // Prefetches the rows, which may lie anywhere, while the next numbers are computed.
         for (size_t i = done; rows_are_here && i < drawn.size(); ++i)
           __builtin_prefetch(store.row(static_cast<uint64_t>(drawn[i])), 0, 2);
@@ -795,15 +882,17 @@ class EpochWalk {
         uint64_t lane = 0, sequence = 0;
         const int64_t slot = map_.by_slot(rows[i], lane, sequence);
         if (sequence < moved_[lane] || sequence - moved_[lane] < first[lane]) continue;
-        drawn.push_back(in_place_ ? slot
-                                  : static_cast<int64_t>((lane * capacity + (sequence - moved_[lane]) % capacity) * envs +
-                                                         static_cast<uint64_t>(slot) % envs));
+        const uint64_t there = in_place_ ? static_cast<uint64_t>(slot)
+                                         : (lane * capacity + (sequence - moved_[lane]) % capacity) * envs +
+                                               static_cast<uint64_t>(slot) % envs;
+        if (!some_removed || !store.lanes.is_removed(there)) drawn.push_back(static_cast<int64_t>(there));
       }
     }
     return position;
   }
 
  private:
+  bool with_removed_;
   RowMap map_;
   std::vector<uint64_t> moved_, first_;
   Permutation permutation_;
@@ -1042,8 +1131,8 @@ inline void bind_store(nb::module_& m) {
 
   nb::class_<EpochWalk>(m, "EpochWalk")
       .def(nb::init<const Store&, uint64_t, bool, std::vector<std::pair<uint64_t, uint64_t>>, uint64_t,
-                    std::vector<uint64_t>>(),
-           "store"_a, "key"_a, "shuffle"_a, "ranges"_a, "ring"_a = 0, "moved"_a = std::vector<uint64_t>())
+                    std::vector<uint64_t>, bool>(),
+           "store"_a, "key"_a, "shuffle"_a, "ranges"_a, "ring"_a = 0, "moved"_a = std::vector<uint64_t>(), "with_removed"_a = false)
       .def("take", &EpochWalk::take, "store"_a, "position"_a, "n"_a, "stop"_a = UINT64_MAX)
       .def("__len__", &EpochWalk::size);
 
@@ -1073,11 +1162,11 @@ inline void bind_store(nb::module_& m) {
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id, bool extents,
-                               bool observations) {
+                               bool observations, bool flow) {
         return Store::create(fd, {lanes, lane_capacity, envs, payload_bytes, alignment, trailer, bytes_of(layout),
-                                  bytes_of(store_id), extents, observations});
+                                  bytes_of(store_id), extents, observations, flow});
       }, "fd"_a, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
-         "store_id"_a, "extents"_a = false, "observations"_a = false)
+         "store_id"_a, "extents"_a = false, "observations"_a = false, "flow"_a = true)
       .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                     uint64_t alignment, bool trailer, size_t layout_bytes) {
         return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
@@ -1433,7 +1522,7 @@ inline void bind_store(nb::module_& m) {
       .def("end_turn", [](Store& s, uint64_t l) { check_lane(s, l); s.end_turn(l); }, "lane"_a)
       .def("undo_takeover", [](Store& s, uint64_t l, uint64_t dead) {
         check_lane(s, l);
-        if (s.has_turn()) s.undo_takeover(l, dead);
+        s.undo_takeover(l, dead);
       }, "lane"_a, "dead"_a)
       .def("append_packed", &append_packed, "codec"_a, "rows"_a.noconvert())
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
@@ -1447,11 +1536,37 @@ inline void bind_store(nb::module_& m) {
       .def_prop_ro("saving", [](const Store& s) { return s.saving() != nullptr; })
       .def("overwrite", &overwrite, "slots"_a, "plan"_a, "rows"_a.none() = nb::none())
       .def("prepare_overwrite", [](Store& s, nb::handle slots, const Plan& plan, nb::handle rows,
-                                   std::optional<uint64_t> first) {
-        return std::make_unique<Replacement>(s, slots, plan, rows, first);
-      }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), "first"_a.none() = nb::none(), nb::keep_alive<0, 1>(),
+                                   std::optional<uint64_t> first, bool replaces) {
+        return std::make_unique<Replacement>(s, slots, plan, rows, first, replaces);
+      }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), "first"_a.none() = nb::none(), "replaces"_a = false, nb::keep_alive<0, 1>(),
          nb::keep_alive<0, 3>())
-      .def("note_edits", &note_edits, "slots"_a)
+      .def("note_edits", &note_edits, "slots"_a, "replaced"_a = false)
+      .def_prop_ro("can_remove", [](const Store& s) { return s.lanes.can_remove(); })
+      .def_prop_ro("removals", [](const Store& s) { return s.lanes.removals(); })
+      .def_prop_ro("removed_rows", [](const Store& s) { s.check_file(); return s.lanes.removed_rows(); })
+      .def("remove", &remove_rows, "lane"_a, "slots"_a, "generations"_a)
+      .def("removed", [](const Store& s, nb::handle slots_in) {  // positions of removed rows; None: there are none
+        s.check_file();
+        const SlotsArg slots(nb::borrow(slots_in));
+        return positions(removed_places(s, slots.data, slots.n));
+      }, "slots"_a)
+      .def("removed_bits", &removed_bits, "lane"_a, "start"_a, "stop"_a)
+      .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)
+      .def_prop_rw("remover", &Store::remover, &Store::set_remover)
+      .def("begin_removing", [](Store& s, uint64_t l, uint64_t dead) {
+        s.must_be_writable();
+        check_lane(s, l);
+        if (!s.remover()) throw nb::value_error("this process has no number to remove rows under");
+        const uint64_t holder = s.begin_removing(l, dead);
+        try {
+          if (dead && !holder && s.lanes.count() > 1) take_over_lane(s, l, dead);  // of one lane Python makes it good
+        } catch (const SyncFailed&) {
+          s.undo_takeover(l, dead);
+          throw;
+        }
+        return holder;
+      }, "lane"_a, "dead"_a = 0)
+      .def("end_removing", [](Store& s, uint64_t l) { check_lane(s, l); s.end_removing(l); }, "lane"_a)
       .def("generations", &generations, "slots"_a)
       .def("reserve_sequences", &reserve_sequences, "n"_a)
       .def("count_replaced", [](const Store& s, nb::handle slots_in) {  // as written; -1: not replaced

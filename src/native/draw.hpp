@@ -126,7 +126,49 @@ inline size_t draw_by_rejection(const Lanes& lanes, CounterOf& random, int64_t* 
   }
   return hit;
 }
+// The slots of all rows that are left beside removed ones.
+inline std::vector<int64_t> slots_left(const Lanes& lanes) {
+  std::vector<int64_t> left;
+  const uint64_t capacity = lanes.capacity(), envs = lanes.envs();
+  for (uint64_t l = 0; l < lanes.count(); ++l) {
+    const LaneView v = lanes.view(l);
+    const RemovedRows<StdMemory> removed = lanes.removed(l);
+    const auto rows_of = [&](uint64_t bit, uint64_t end) {  // a word of bits at a time: most rows are removed
+      while (bit < end) {
+        const uint64_t take = std::min(end - bit, 64 - bit % 64);
+        const uint64_t word = bit < removed.end ? StdMemory::load(removed.bits[bit / 64]) >> bit % 64 : 0;
+        for (uint64_t set = ~word & (take == 64 ? ~uint64_t{0} : (uint64_t{1} << take) - 1); set; set &= set - 1)
+          left.push_back(static_cast<int64_t>(l * capacity * envs + bit + static_cast<uint64_t>(__builtin_ctzll(set))));
+        bit += take;
+      }
+    };
+    const uint64_t rows = v.rows(), first = rows ? v.first % capacity : 0, behind = std::min(rows, capacity - first);
+    rows_of(first * envs, (first + behind) * envs);
+    rows_of(0, (rows - behind) * envs);
+  }
+  return left;
+}
+// As `draw_uniform`, where rows have been removed: draws again where it hits one, or lists the rest where that is less work. Which
+// of them it does depends on how many rows are left, and not on which.
+inline bool draw_uniform_left(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
+  const RowMap map(lanes);
+  const uint64_t total = map.total(), left = total - std::min(total, lanes.removed_rows());
+  CounterOf random{seed};
+  size_t done = 0;
+  const double tries = static_cast<double>(n) * static_cast<double>(total) / static_cast<double>(std::max<uint64_t>(1, left));
+  const double listing = static_cast<double>(total) / 32 + static_cast<double>(left);
+  if (left > 0 && tries <= listing)
+    for (double most = 64 + 16 * tries; done < n && most > 0; --most) {
+      const int64_t slot = map.by_age(below(random.next(), total));
+      if (!lanes.is_removed(static_cast<uint64_t>(slot))) out[done++] = slot;
+    }
+  if (done == n && total > 0) return true;
+  const std::vector<int64_t> rest = slots_left(lanes);
+  for (; done < n && !rest.empty(); ++done) out[done] = rest[below(random.next(), rest.size())];
+  return done == n && !rest.empty();
+}
 inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
+  if (lanes.removals() && lanes.removed_rows()) return draw_uniform_left(lanes, seed, out, n);
   if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without looking up the lane of each row
     const LaneView view = lanes.view(0);
     const uint64_t rows = view.rows(), capacity = lanes.capacity(), first = rows ? view.first % capacity : 0;

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "draw.hpp"
@@ -332,6 +334,58 @@ inline Slice slice_of(const SliceRule& rule, const Trajectory& t, int64_t window
   return s;
 }
 
+// The first and the last window that the rule allows in a trajectory.
+inline std::pair<int64_t, int64_t> windows_of(const SliceRule& rule, const Trajectory& t) {
+  const int64_t low = static_cast<int64_t>(t.start) - static_cast<int64_t>(rule.before);
+  const int64_t last = static_cast<int64_t>(t.stop) - static_cast<int64_t>(rule.length);
+  return {low, std::max(low, last + static_cast<int64_t>(rule.after))};
+}
+
+// A window drawn uniformly among those that the rule allows in a trajectory.
+inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t random) {
+  const auto [low, high] = windows_of(rule, t);
+  return slice_of(rule, t, low + static_cast<int64_t>(below(random, static_cast<uint64_t>(high - low + 1))));
+}
+
+// ---- removed rows: no slice has one ----
+inline bool has_removed(const Lanes& lanes, const Slice& s) {
+  return lanes.protocol(s.lane).has_removed(s.first, s.first + s.rows, s.env);
+}
+// The windows of a trajectory whose rows are all left, as ranges of first and last ones.
+inline std::vector<std::pair<int64_t, int64_t>> windows_left(const Lanes& lanes, const SliceRule& rule, const Trajectory& t) {
+  const auto [low, high] = windows_of(rule, t);
+  const Lanes::Protocol rows = lanes.protocol(t.lane);
+  std::vector<std::pair<int64_t, int64_t>> left;
+  for (uint64_t from = t.start; from < t.stop;) {
+    uint64_t to = from;  // of rows that are left
+    while (to < t.stop && !rows.is_removed(to, t.env)) ++to;
+    const int64_t first = from == t.start ? low : static_cast<int64_t>(from);
+    const int64_t last = to == t.stop ? high : static_cast<int64_t>(to) - static_cast<int64_t>(rule.length);
+    if (to > from && std::max(low, first) <= std::min(high, last)) left.emplace_back(std::max(low, first), std::min(high, last));
+    from = to + 1;
+  }
+  return left;
+}
+inline uint64_t number_of(const std::vector<std::pair<int64_t, int64_t>>& windows) {
+  uint64_t n = 0;
+  for (const auto& [first, last] : windows) n += static_cast<uint64_t>(last - first + 1);
+  return n;
+}
+// A window drawn uniformly among those of a trajectory whose rows are all left; nothing: there is none.
+inline std::optional<Slice> draw_slice_left(const Lanes& lanes, const SliceRule& rule, const Trajectory& t, uint64_t random) {
+  if (!lanes.protocol(t.lane).has_removed(t.start, t.stop, t.env)) return draw_slice(rule, t, random);
+  const auto windows = windows_left(lanes, rule, t);
+  const uint64_t n = number_of(windows);
+  if (n == 0) return std::nullopt;
+  uint64_t i = below(random, n);
+  for (const auto& [first, last] : windows) {
+    const auto here = static_cast<uint64_t>(last - first + 1);
+    if (i < here) return slice_of(rule, t, first + static_cast<int64_t>(i));
+    i -= here;
+  }
+  return std::nullopt;
+}
+
 // The trajectories of at least a given length, ordered by environment and age: a function of the stored rows alone, so that the
 // same draws give the same trajectories wherever these rows lie. An update takes O(1) for each trajectory.
 //
@@ -360,6 +414,23 @@ class EligibleTrajectories {
   }
   // The number of trajectories or, by window, of windows.
   uint64_t total() const { return before_.back(); }
+  // The same of what can be drawn beside removed rows: of a trajectory that has some, the share of its windows without one.
+  double left(const Lanes& lanes, const EpisodeIndex& index, const SliceRule& rule) {
+    const uint64_t removals = lanes.removals();
+    if (!removals || !lanes.removed_rows()) return static_cast<double>(total());
+    if (left_removals_ == removals && left_version_ == version_) return left_;
+    left_ = static_cast<double>(total());
+    for (uint64_t k = 0; k < envs_.size(); ++k)
+      for (uint64_t i = 0; lanes.removed_rows(k / index.per_lane()) && i < count(k); ++i) {
+        const Trajectory t = at(index, k, i);
+        if (!lanes.protocol(t.lane).has_removed(t.start, t.stop, t.env)) continue;
+        const auto [low, high] = windows_of(rule, t);
+        const auto all = static_cast<double>(high - low + 1), some = static_cast<double>(number_of(windows_left(lanes, rule, t)));
+        left_ -= by_window_ ? all - some : 1 - some / all;
+      }
+    left_removals_ = removals, left_version_ = version_;
+    return left_;
+  }
   uint64_t count(uint64_t k) const { return envs_[k].which.size(); }
   // The i-th trajectory of all.
   Trajectory at(const EpisodeIndex& index, uint64_t i) const {
@@ -465,20 +536,9 @@ class EligibleTrajectories {
   uint64_t version_ = 0, restarts_ = 0;
   std::vector<Env> envs_;
   std::vector<uint64_t> before_ = {0};
+  double left_ = 0;  // as `left` found it, of this version and after so many removals
+  uint64_t left_version_ = 0, left_removals_ = 0;
 };
-
-// The first and the last window that the rule allows in a trajectory.
-inline std::pair<int64_t, int64_t> windows_of(const SliceRule& rule, const Trajectory& t) {
-  const int64_t low = static_cast<int64_t>(t.start) - static_cast<int64_t>(rule.before);
-  const int64_t last = static_cast<int64_t>(t.stop) - static_cast<int64_t>(rule.length);
-  return {low, std::max(low, last + static_cast<int64_t>(rule.after))};
-}
-
-// A window drawn uniformly among those that the rule allows in a trajectory.
-inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t random) {
-  const auto [low, high] = windows_of(rule, t);
-  return slice_of(rule, t, low + static_cast<int64_t>(below(random, static_cast<uint64_t>(high - low + 1))));
-}
 
 // The last window with as many rows of a trajectory as any has.
 inline Slice last_slice(const SliceRule& rule, const Trajectory& t) {

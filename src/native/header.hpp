@@ -19,8 +19,13 @@ constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
 // Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse the
 // store; the file carries the names, so that the error can name the feature.
-constexpr const char* kFeatures[] = {"trailers", "observations", "stints"};
-constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents;
+constexpr const char* kFeatures[] = {"trailers", "observations", "stints", "flow"};
+constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kHasFlow = 8;
+constexpr uint64_t kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents | kHasFlow;
+// What a store with `flow` has ever been used for: bit i of `Flow::in_use` is called kUses[i]. A store with an unknown one is
+// refused, as one with an unknown feature is; but a new one needs no bit on stores that never use it.
+constexpr const char* kUses[] = {"removed rows"};
+constexpr uint64_t kRemovesRows = 1, kKnownUses = kRemovesRows;
 constexpr uint64_t kExtents = 4;      // that a lane keeps
 constexpr uint64_t kExtentWords = 3;  // of each
 
@@ -43,7 +48,7 @@ struct StoreGeometry {
   uint64_t log_offset;      // kLogEntries slots (uint64)
   uint64_t redo_offset;
   uint64_t redo_bytes;
-  uint64_t consumers_offset;  // reserved: counters of consumers
+  uint64_t consumers_offset;  // of `Flow`
   uint64_t arena_offset;      // reserved: counters of a second ring of bytes
   uint64_t rows_offset;
   uint64_t total_bytes;
@@ -98,6 +103,37 @@ static_assert(sizeof(LaneHeader) == 512);
 static_assert(offsetof(LaneHeader, turn) == 320 && offsetof(LaneHeader, ticket) == 352 && offsetof(LaneHeader, unused) == 488);
 static_assert(offsetof(StoreHeader, tickets) == 680);
 constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
+
+// ---- of stores with the feature `flow` ----
+// Of each lane, behind the seams of all lanes. Then come two planes of bits, a bit for each row of each lane in the order of slots,
+// on cache lines that no two lanes share: the removed rows; and one that is not used yet.
+struct LaneFlow {
+  alignas(64) Counter consumed;  // not used yet: rows below it were handed out by a queue,
+  Counter kept;                  // and rows below this one may be overwritten
+  Counter removed;               // bits that are set among those of removed rows; after a kill perhaps more, never fewer
+  Counter rows;                  // not used yet: rows of any length ever written
+  uint8_t unused[32];
+};
+static_assert(sizeof(LaneFlow) == 64);
+
+// At `consumers_offset`.
+struct Flow {
+  Counter in_use;    // bits of kUses
+  Counter removals;  // raised before and after rows are removed: what was drawn from before is looked at again
+  Counter mode, limiter[4], samples, inserts_base, consumer_version, consumer_turn, session, session_owner;  // not used yet,
+  Counter insert_waits, insert_waited_ns, sample_waits, sample_waited_ns;                                    // nor these
+};
+static_assert(sizeof(Flow) == 136 && sizeof(Flow) <= kReservedBytes);
+
+inline uint64_t flow_offset(const StoreGeometry& s) { return s.seams_offset + s.lanes * s.seams_bytes; }
+// Of one lane in one plane; 0 where rows are kept elsewhere, as their seams are.
+inline uint64_t plane_bytes(const StoreGeometry& s) {
+  return s.features & kHasFlow && s.seams_bytes ? ((s.lane_capacity * s.envs + 63) / 64 * 8 + 63) / 64 * 64 : 0;
+}
+inline uint64_t removed_offset(const StoreGeometry& s) { return flow_offset(s) + s.lanes * sizeof(LaneFlow); }
+inline uint64_t flow_bytes(const StoreGeometry& s) {
+  return s.features & kHasFlow ? s.lanes * (sizeof(LaneFlow) + 2 * plane_bytes(s)) : 0;
+}
 
 // The end of each row of a store that outlives its processes.
 struct Trailer {

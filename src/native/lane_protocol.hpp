@@ -44,6 +44,62 @@ struct LaneView {
   uint64_t rows() const { return published > first ? published - first : 0; }
 };
 
+// The removed rows of a lane: a bit for each, in the order of slots, and how many are set. Who has the lane's turn sets them; its
+// writer clears those of the rows that it writes, between claim and publication. The count is never less than the bits that are
+// set, so that a writer that finds it 0 need not look at them.
+template <class Memory>
+struct RemovedRows {
+  using Word = typename Memory::Word;
+  static constexpr uint64_t kPerWord = Memory::kSlotsPerWord;
+  Word* bits = nullptr;
+  Word* count = nullptr;  // null: rows of this lane cannot be removed
+  uint64_t end = 0;       // the number of bits
+
+  bool any() const { return count && Memory::load(*count) != 0; }
+  bool has(uint64_t bit) const { return bit < end && (Memory::load(bits[bit / kPerWord]) >> bit % kPerWord & 1); }
+  // Whether one of n bits is set, those from `bit` on.
+  bool has_any(uint64_t bit, uint64_t n) const {
+    for (n = std::min(n, end - std::min(end, bit)); n > 0;) {
+      const uint64_t take = std::min(n, kPerWord - bit % kPerWord);
+      const uint64_t mask = take == 64 ? ~uint64_t{0} : (uint64_t{1} << take) - 1;
+      if (Memory::load(bits[bit / kPerWord]) >> bit % kPerWord & mask) return true;
+      bit += take, n -= take;
+    }
+    return false;
+  }
+  // False: it was set before.
+  bool set(uint64_t bit) const {
+    Word& word = bits[bit / kPerWord];
+    const uint64_t before = Memory::load(word), one = uint64_t{1} << bit % kPerWord;
+    if (before & one) return false;
+    Memory::store(*count, Memory::load(*count) + 1);
+    Memory::store(word, before | one);
+    return true;
+  }
+  // Clears n bits, those from `bit` on.
+  void clear(uint64_t bit, uint64_t n) const {
+    uint64_t cleared = 0;
+    for (n = std::min(n, end - std::min(end, bit)); n > 0;) {
+      const uint64_t take = std::min(n, kPerWord - bit % kPerWord);
+      const uint64_t mask = (take == 64 ? ~uint64_t{0} : (uint64_t{1} << take) - 1) << bit % kPerWord;
+      Word& word = bits[bit / kPerWord];
+      const uint64_t before = Memory::load(word);
+      if (before & mask) Memory::store(word, before & ~mask), cleared += static_cast<uint64_t>(__builtin_popcountll(before & mask));
+      bit += take, n -= take;
+    }
+    if (cleared) Memory::store(*count, Memory::load(*count) - cleared);
+  }
+  uint64_t bits_set() const {
+    uint64_t n = 0;
+    for (uint64_t w = 0; w * kPerWord < end; ++w) n += static_cast<uint64_t>(__builtin_popcountll(Memory::load(bits[w])));
+    return n;
+  }
+  // Makes good what a writer that died in `set` or `clear` left; by who has its turn.
+  void recount() const {
+    if (count) Memory::store(*count, bits_set());
+  }
+};
+
 // How many time steps a writer overwrites at a time; a kill in the middle loses at most these. In a shared store 64 steps and
 // 64 KB of each environment; an eighth of the lane where that is less; at least one step.
 constexpr uint64_t kClaimSteps = 64, kClaimBytes = 64 << 10, kClaimParts = 8;
@@ -63,6 +119,8 @@ struct LaneProtocol {
   Word& base;
   Word* seams;  // a bit for each time slot; null where the rows are kept elsewhere
   uint64_t capacity;
+  uint64_t envs = 1;  // rows of a time slot
+  RemovedRows<Memory> removed = {};
 
   // ---- the writer: one process at a time ----
   // Announces that the n rows after `published` are being written; returns the first one's sequence.
@@ -77,8 +135,9 @@ struct LaneProtocol {
 #endif
     return at;
   }
-  // Writes the seam bits of n claimed rows: with `begins` the first row gets one, the others get none.
+  // Writes the seam bits of n claimed rows: with `begins` the first row gets one, the others get none. None of them is removed.
   void mark(uint64_t at, uint64_t n, bool begins) const {
+    if (removed.any()) clear_removed(at, n);
     if (!seams) return;
     for (uint64_t slot = at % capacity; n > 0; begins = false) {
       const uint64_t bit = slot % kPerWord, take = std::min({n, kPerWord - bit, capacity - slot});
@@ -104,6 +163,29 @@ struct LaneProtocol {
     copy(at);             // A3
     mark(at, n, begins);  // A3
     publish(at, n);
+  }
+
+  // ---- who removes rows, with the lane's turn ----
+  // Of time step w; false: it is not there any more, or was removed before.
+  bool remove(uint64_t w, uint64_t env) const {
+    const LaneView v = look();
+    return w >= v.first && w < v.published && removed.set(w % capacity * envs + env);
+  }
+  bool is_removed(uint64_t w, uint64_t env) const { return removed.has(w % capacity * envs + env); }
+  // Whether one of time steps [from, to) of an environment is removed.
+  bool has_removed(uint64_t from, uint64_t to, uint64_t env) const {
+    if (envs > 1) {
+      while (from < to && !is_removed(from, env)) ++from;
+      return from < to;
+    }
+    const uint64_t slot = from % capacity, behind = std::min(to - from, capacity - slot);
+    return removed.has_any(slot, behind) || removed.has_any(0, to - from - behind);
+  }
+  // The bits of n time steps, which were written or are gone.
+  [[gnu::noinline]] void clear_removed(uint64_t at, uint64_t n) const {
+    const uint64_t slot = at % capacity, behind = std::min(n, capacity - slot);
+    removed.clear(slot * envs, behind * envs);
+    if (n > behind) removed.clear(0, std::min(n - behind, capacity) * envs);
   }
 
   // ---- readers: `look`, read rows and seams, `after_reading`, `first_now`: rows below that must be discarded ----

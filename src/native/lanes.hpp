@@ -60,6 +60,38 @@ struct SlotSequences {
   }
 };
 
+// Bits in memory of this process that grow: the removed rows of stores that only count, whose capacity may be larger than any
+// memory. Readers need no lock: an array that was too short is kept until all are forgotten.
+class GrowingBits {
+ public:
+  // Those of a lane with this count; of an older array, while another thread makes a longer one.
+  RemovedRows<StdMemory> with(Counter& count) const {
+    const Array* const now = now_.load(std::memory_order_acquire);
+    if (!now) return {nullptr, &count, 0};
+    return {now->words.get(), &count, now->n * 64};
+  }
+  // Makes room for bits below `end`; one thread at a time.
+  void reserve(uint64_t end) {
+    const Array* const old = now_.load(std::memory_order_relaxed);
+    const uint64_t had = old ? old->n : 0, need = (end + 63) / 64;
+    if (need <= had) return;
+    auto longer = std::make_unique<Array>();
+    longer->n = std::max(need, 2 * had);
+    longer->words = std::make_unique<Counter[]>(longer->n);
+    for (uint64_t i = 0; i < had; ++i) longer->words[i].store(old->words[i].load(std::memory_order_relaxed), std::memory_order_relaxed);
+    arrays_.push_back(std::move(longer));
+    now_.store(arrays_.back().get(), std::memory_order_release);
+  }
+
+ private:
+  struct Array {
+    uint64_t n = 0;
+    std::unique_ptr<Counter[]> words;
+  };
+  std::atomic<const Array*> now_{nullptr};
+  std::vector<std::unique_ptr<Array>> arrays_;
+};
+
 // Compared before and after a read: if both are equal, only appends happened in between.
 struct Epoch {
   uint64_t incarnation = 0, edits = 0;
@@ -75,7 +107,15 @@ class Lanes {
   // `geometry` is a checked copy: the one in the store may change at any time (a damaged disk, another process).
   Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const StoreGeometry& geometry, bool others_see_it)
       : header_(header), lanes_(lanes), ends_(lanes), seams_(geometry.seams_bytes ? seams : nullptr), geometry_(geometry),
-        piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)) {}
+        piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)) {
+    if (!(geometry.features & kHasFlow)) return;
+    auto* const at = reinterpret_cast<uint8_t*>(header);
+    flow_ = reinterpret_cast<Flow*>(at + geometry.consumers_offset);
+    lane_flows_ = reinterpret_cast<LaneFlow*>(at + flow_offset(geometry));
+    removed_ = reinterpret_cast<Counter*>(at + removed_offset(geometry));
+    plane_words_ = plane_bytes(geometry) / sizeof(Counter);
+    if (!plane_words_) removed_here_ = std::make_shared<std::vector<GrowingBits>>(geometry.lanes);
+  }
 
   const StoreGeometry& geometry() const { return geometry_; }
   uint64_t count() const { return geometry().lanes; }
@@ -86,7 +126,7 @@ class Lanes {
   Protocol protocol(uint64_t l) const {
     LaneHeader& h = lanes_[l];
     Counter* const seams = seams_ ? seams_ + l * (geometry_.seams_bytes / sizeof(Counter)) : nullptr;
-    return {h.claimed, ends_[l].published, h.base, seams, capacity()};
+    return {h.claimed, ends_[l].published, h.base, seams, capacity(), envs(), removed(l)};
   }
   // From here on this object sees no newer rows than those of now; overwritten rows still disappear.
   void freeze() {
@@ -101,6 +141,59 @@ class Lanes {
   bool is_frozen() const { return ends_ != lanes_; }
   // As `view(l).published`, whatever `freeze` hides.
   uint64_t published_now(uint64_t l) const { return lanes_[l].published.load(std::memory_order_acquire); }
+
+  // ---- removed rows ----
+  // Whether rows can be removed: not in stores of an engram before the feature `flow`.
+  bool can_remove() const { return flow_ != nullptr; }
+  Flow& flow() const { return *flow_; }
+  // Another number when rows were removed since; 0: none ever were. A reader that looks at the bits after it sees all that were
+  // removed before.
+  uint64_t removals() const { return flow_ ? flow_->removals.load(std::memory_order_acquire) : 0; }
+  void note_removals() const { flow_->removals.fetch_add(1, std::memory_order_release); }
+  // How many rows of a lane are removed; after a kill perhaps fewer than that.
+  uint64_t removed_rows(uint64_t l) const { return flow_ ? lane_flows_[l].removed.load(std::memory_order_relaxed) : 0; }
+  uint64_t removed_rows() const {
+    uint64_t n = 0;
+    for (uint64_t l = 0; removals() && l < count(); ++l) n += removed_rows(l);
+    return n;
+  }
+  RemovedRows<StdMemory> removed(uint64_t l) const {
+    if (!flow_) return {};
+    Counter& count = lane_flows_[l].removed;
+    if (!plane_words_) return (*removed_here_)[l].with(count);
+    return {removed_ + l * plane_words_, &count, capacity() * envs()};
+  }
+  bool is_removed(uint64_t slot) const {
+    const uint64_t rows = capacity() * envs();
+    return slot / rows < count() && removed(slot / rows).has(slot % rows);
+  }
+  // Before a row of a lane is removed, in stores that keep the bits in this process.
+  void make_room_to_remove(uint64_t l, uint64_t end) const {
+    if (removed_here_) (*removed_here_)[l].reserve(end);
+  }
+  // Uses the bits of the lanes of another store of the same memory.
+  void share_removed(const Lanes& other) { removed_here_ = other.removed_here_; }
+  // Calls visit(w, env) for each removed row of a lane that exists.
+  template <class Visit>
+  void each_removed(uint64_t l, Visit&& visit) const {
+    const RemovedRows<StdMemory> bits = removed(l);
+    if (!bits.any()) return;
+    const SlotSequences sequences(view(l), capacity());
+    for (uint64_t word = 0; word * 64 < bits.end; ++word)
+      for (uint64_t set = StdMemory::load(bits.bits[word]); set; set &= set - 1) {
+        const uint64_t bit = word * 64 + static_cast<uint64_t>(__builtin_ctzll(set));
+        uint64_t w = 0;
+        if (sequences.find(bit / envs(), w)) visit(w, bit % envs());
+      }
+  }
+  // Where the bits may not be those of the rows: counts them anew.
+  void recount_removed(uint64_t l) const {
+    if (!flow_) return;
+    removed(l).recount();
+    if (removed_rows(l) == 0) return;
+    flow_->in_use.fetch_or(kRemovesRows, std::memory_order_relaxed);
+    note_removals();
+  }
 
   TurnProtocol<StdMemory> turns(uint64_t l) const { return {lanes_[l].turn, lanes_[l].last_writer}; }
   using Stints = StintProtocol<StdMemory>;
@@ -194,6 +287,7 @@ class Lanes {
     h.border_agreed.store(0), h.border_looked.store(0);
     h.written_at.store(0);
     forget_stints(l);
+    removed(l).clear(0, capacity() * envs());
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -224,6 +318,7 @@ class Lanes {
       if (h.base.load() > published) h.base.store(published);
       if (h.claimed.load() < published) h.claimed.store(published);
       if (h.durable.load() > published) h.durable.store(published);
+      if (removed_rows(l)) recount_removed(l);
     }
     end_change();
   }
@@ -243,6 +338,11 @@ class Lanes {
   LaneHeader* ends_ = nullptr;  // source of `published` and `origin`: `lanes_`, or the copies that `freeze` made
   std::shared_ptr<LaneHeader[]> frozen_;
   Counter* seams_ = nullptr;
+  Flow* flow_ = nullptr;  // null: the store was made without
+  LaneFlow* lane_flows_ = nullptr;
+  Counter* removed_ = nullptr;  // the bits of all lanes, `plane_words_` of each
+  uint64_t plane_words_ = 0;
+  std::shared_ptr<std::vector<GrowingBits>> removed_here_;  // where the store does not hold them
   StoreGeometry geometry_{};
   uint64_t piece_ = 1;
 };

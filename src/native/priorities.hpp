@@ -211,13 +211,14 @@ class Priorities {
   void poll(const Store& store) {
     same_store_ = follower_.follows(store);
     follower_.poll(store, Visitor{*this, store});
+    if (const uint64_t removals = store.lanes.removals(); removals != removals_) forget_removed(store, removals);
     if (edited_.empty()) return;
     const double priority = new_priority(), leaf = transform_.leaf(priority);
     changes_.restart(edited_.size());  // allocates before the first change
     if (const auto snapshot = frozen())
       for (uint64_t slot : edited_) snapshot->preserve(slot, slot + 1);
     for (uint64_t slot : edited_)
-      if (holds(slot)) set_one(slot, priority, leaf);
+      if (holds(slot) || takes_place_of_removed(store, slot)) set_one(slot, priority, leaf);
     tree_->refresh(changes_);
     edited_.clear();  // only now: if memory ran out, the next poll takes them again
   }
@@ -435,7 +436,10 @@ class Priorities {
 
   // A storage without limit has a capacity of 2^40: its tree grows with its rows.
   static constexpr uint64_t kAtOnce = uint64_t{1} << 32;
-  void start(const Store& store) { make(store.slots() <= kAtOnce ? store.slots() : 1024); }
+  void start(const Store& store) {
+    make(store.slots() <= kAtOnce ? store.slots() : 1024);
+    removals_ = 0;
+  }
   void reserve(uint64_t slots) {
     if (slots <= capacity_) return;
     const SumTree old = *tree_;  // shares its memory
@@ -466,6 +470,34 @@ class Priorities {
   }
   void rebuild() {
     tree_->refresh(0, tree_->leaf_nodes() - 1);
+  }
+
+  // Removed rows have no priority, as if their slots held none.
+  void forget_removed(const Store& store, uint64_t removals) {
+    std::vector<uint64_t> gone;
+    bool are_all = true;  // of those that have been removed; others are not taken in yet
+    for (uint64_t l = 0; l < store.lanes.count(); ++l)
+      store.lanes.each_removed(l, [&](uint64_t w, uint64_t env) {
+        const uint64_t slot = slot_of(store.geometry(), l, w, env);
+        if (w >= follower_.seen()[l].published) are_all = false;
+        else if (holds(slot)) gone.push_back(slot);
+      });
+    changes_.restart(gone.size());  // allocates before the first change
+    if (const auto snapshot = frozen())
+      for (uint64_t slot : gone) snapshot->preserve(slot, slot + 1);
+    for (uint64_t slot : gone) tree_->set(slot, 0, 0, changes_);
+    if (tree_) tree_->refresh(changes_);
+    removals_ = are_all ? removals : 0;
+  }
+  // Whether a row that was written over another one is stored where one was removed.
+  bool takes_place_of_removed(const Store& store, uint64_t slot) const {
+    const StoreGeometry& s = store.geometry();
+    if (slot >= capacity_ || !store.lanes.can_remove() || store.lanes.is_removed(slot)) return false;
+    const uint64_t time = slot / s.envs, lane = time / s.lane_capacity;
+    LaneView seen;
+    seen.published = follower_.seen()[lane].published, seen.first = follower_.seen()[lane].first;
+    uint64_t w = 0;
+    return SlotSequences(seen, s.lane_capacity).find(time % s.lane_capacity, w);
   }
 
   // Rows of a lane, whose slots are consecutive up to the ring's end; at most as many as a lane holds.
@@ -527,6 +559,7 @@ class Priorities {
   bool max_within_buffer_, starts_, same_store_ = false;
   Follower follower_;
   uint64_t capacity_ = 0, skipped_ = 0;
+  uint64_t removals_ = 0;  // of the store, when its removed rows were looked at last
   double seen_ = 1;    // the highest priority ever set
   double latest_ = 1;  // with `max_within_buffer_`: the priority of the last new rows
   std::optional<SumTree> tree_;   // beside each leaf the priority as it was set

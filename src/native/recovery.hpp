@@ -17,7 +17,9 @@ class InPlaceWriter {
   // the caller).
   // A power cut during the edit of a flushed row must not tear it, which would split the lane's block of whole rows. Such
   // edits sync twice: the redo area, then the rows.
-  void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr) {
+  // `replaces`: they are other rows, and no changes of those that are there, which may have been removed.
+  void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr,
+             bool replaces = false) {
     prepare(slots, n, leaves.size());
     const StoreGeometry& s = store_.geometry();
     const bool redo = s.redo_bytes > 0;
@@ -32,6 +34,7 @@ class InPlaceWriter {
         const bool marked = !sync || store_.synced(s.redo_offset, s.redo_bytes);
         if (marked) {
           apply(staged_.data(), physical_.data(), take);
+          if (replaces) forget_removed(slots + done, take);  // before the log: whoever reads it looks at the bits
           log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
         }
         applied = !sync || (marked && rows_synced(take));
@@ -53,7 +56,15 @@ class InPlaceWriter {
   }
 
   // Enters changes in the log, for rows that are kept elsewhere.
-  void note(const int64_t* slots, size_t n) { log(slots, n, store_.header()->log_head.load(std::memory_order_relaxed)); }
+  void note(const int64_t* slots, size_t n, bool replaces) {
+    if (replaces) forget_removed(slots, n);
+    log(slots, n, store_.header()->log_head.load(std::memory_order_relaxed));
+  }
+  void forget_removed(const int64_t* slots, size_t n) {
+    const uint64_t rows = store_.lanes.capacity() * store_.lanes.envs();
+    for (size_t i = 0; store_.lanes.removals() && i < n; ++i)
+      store_.lanes.removed(static_cast<uint64_t>(slots[i]) / rows).clear(static_cast<uint64_t>(slots[i]) % rows, 1);
+  }
 
   bool interrupted() const {
     return store_.geometry().redo_bytes > 0 && redo_header()->state.load(std::memory_order_acquire) == kRedoMarked;
@@ -372,6 +383,23 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   return scan;
 }
 
+// After a power cut a bit may be that of a row before the one that is in its slot, which was not flushed, or of one behind it, which
+// is lost. Rows that were flushed, and whose slot the header on the disk gives to no later row, have the bits that were set: that
+// header was on the disk before a bit of a later row was (`Store::sync_before_removing`). All others are left.
+inline void forget_doubtful_removals(Store& store, uint64_t l, const LaneScan& scan) {
+  if (!store.lanes.can_remove()) return;
+  const LaneHeader& h = store.lanes.lane(l);
+  const uint64_t capacity = store.lanes.capacity(), claimed = h.claimed.load();
+  uint64_t from = std::max(scan.base, claimed > capacity ? claimed - capacity : 0), to = std::min(h.durable.load(), scan.published);
+  if (planted(20)) from = scan.base;
+  if (planted(21)) to = scan.published;
+  const Lanes::Protocol lane = store.lanes.protocol(l);
+  const bool some = lane.removed.bits_set() > 0;  // whatever the count says
+  for (uint64_t w = scan.base; some && w < scan.base + capacity; ++w)
+    if (w < from || w >= to) lane.clear_removed(w, 1);
+  store.lanes.recount_removed(l);
+}
+
 // A kill in here does no harm: the next `open` scans again and finds the same block.
 inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   LaneHeader& h = store.lanes.lane(l);
@@ -380,6 +408,7 @@ inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
     store.observations()->keep_tails(store.lanes.protocol(l), l, env, first, scan.newest_terms);
     store.observations()->forget_records_below(l, env, scan.base);
   }
+  forget_doubtful_removals(store, l, scan);
   store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);

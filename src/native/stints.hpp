@@ -58,6 +58,7 @@ inline void take_over_lane(Store& store, uint64_t lane, uint64_t dead) {
   LaneHeader& header = store.lanes.lane(lane);
   store.streams().settle(lane, dead, header.last_writer.load(std::memory_order_relaxed), header.published.load(std::memory_order_relaxed));
   header.term.fetch_add(1);
+  if (store.lanes.removed_rows(lane)) store.lanes.recount_removed(lane);
   if (!store.has_trailer() || store.synced(0, store.geometry().rows_offset)) return;
   header.turn.store(dead, std::memory_order_release);  // the next one that takes it makes it good
   throw SyncFailed("the header");

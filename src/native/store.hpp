@@ -28,6 +28,7 @@ struct StoreSpec {
   std::string store_id;
   bool extents = false;       // each lane tells whose rows it has
   bool observations = false;  // some are kept beside the rows: see `Store::keep_observations`
+  bool flow = true;           // rows can be removed; false: as an engram made it that knew nothing of it
 };
 
 // The names of these features, lowest bit first, with commas between.
@@ -53,7 +54,8 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   StoreGeometry h{};
   std::memcpy(h.magic, kMagic, 8);
   h.version = kVersion, h.lane_version = kLaneVersion;
-  h.features = (s.trailer ? kHasTrailer : 0) | (s.extents ? kHasExtents : 0) | (s.observations ? kHasObservations : 0);
+  h.features = (s.trailer ? kHasTrailer : 0) | (s.extents ? kHasExtents : 0) | (s.observations ? kHasObservations : 0) |
+               (s.flow ? kHasFlow : 0);
   const std::string names = feature_names(h.features);
   std::memcpy(h.feature_names, names.data(), std::min(names.size(), sizeof h.feature_names));
   h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.envs = s.envs, h.payload_bytes = s.payload_bytes;
@@ -65,7 +67,7 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   h.seams_offset = sizeof(StoreHeader) + s.lanes * sizeof(LaneHeader);
   h.seams_bytes = s.payload_bytes ? round_up(round_up(s.lane_capacity, 64) / 8, 64) : 0;
   h.layout_bytes = s.layout.size();
-  h.layout_offset = h.seams_offset + s.lanes * h.seams_bytes;
+  h.layout_offset = flow_offset(h) + flow_bytes(h);
   h.log_offset = round_up(h.layout_offset + s.layout.size(), 64);
   h.redo_offset = h.log_offset + kLogEntries * 8;
   h.redo_bytes = s.trailer ? std::max<uint64_t>(round_up(sizeof(RedoHeader) + 8 + h.row_stride, 64), 1 << 16) : 0;
@@ -111,7 +113,7 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
   if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
   StoreSpec spec{h.lanes, h.lane_capacity, h.envs, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", "",
-                 (h.features & kHasExtents) != 0, (h.features & kHasObservations) != 0};
+                 (h.features & kHasExtents) != 0, (h.features & kHasObservations) != 0, (h.features & kHasFlow) != 0};
   spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
   spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
   for (spec.alignment = 8; spec.alignment < 64 && geometry_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}
@@ -125,6 +127,11 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
       refuse("the block of lane " + std::to_string(l) + " has version " + std::to_string(version) +
              "; this engram reads version " + std::to_string(kLaneVersion));
   }
+  uint64_t in_use = 0;
+  if (h.features & kHasFlow) std::memcpy(&in_use, file + h.consumers_offset + offsetof(Flow, in_use), sizeof in_use);
+  if (in_use & ~kKnownUses)
+    refuse("it has been used for what this engram does not know (bits " + std::to_string(in_use & ~kKnownUses) +
+           " of `in_use`); open it with a newer one");
   return h;
 }
 
@@ -254,6 +261,7 @@ class Store {
     auto store = std::unique_ptr<Store>(new Store(counts.region_, -1, {}));
     store->seams_ = counts.seams_;
     store->use_lanes(geometry);
+    store->lanes.share_removed(counts.lanes);
     store->growing_ = MappedRegion::map(-1, round_up(geometry.row_stride, kPage), false, true);
     store->use_room();
     return store;
@@ -355,6 +363,7 @@ class Store {
     // Before the claim, because it may allocate.
     if (begins || seams_->next(l)) seams_->add(l, lanes.lane(l).published.load(), lanes.first_now(l));
     const uint64_t at = lanes.claim(l, n);
+    if (lanes.removed_rows(l)) lanes.protocol(l).clear_removed(at, n);
     seams_->set_next(l, false);
     lanes.publish(l, at, n);
     return at;
@@ -393,13 +402,17 @@ class Store {
     constexpr size_t session = sizeof(StoreHeader::geometry_lines);
     std::memcpy(at(session), other.at(session), sizeof(StoreHeader) - session);
     std::memcpy(at(sizeof(StoreHeader)), other.at(sizeof(StoreHeader)), its.lanes * (sizeof(LaneHeader) + its.seams_bytes));
+    if (mine.features & its.features & kHasFlow) {
+      std::memcpy(at(flow_offset(mine)), other.at(flow_offset(its)), flow_bytes(its));
+      std::memcpy(at(mine.consumers_offset), other.at(its.consumers_offset), sizeof(Flow));
+    }
     std::memcpy(at(mine.log_offset), other.at(its.log_offset), kLogEntries * 8);
     for (uint64_t l = 0; l < its.lanes; ++l) seams_->set_next(l, other.seams_->next(l));
   }
   void after_fork() {
     seams_->after_fork();
     if (observations_) observations_->after_fork();
-    writer_ = 0, has_turn_ = has_written_ = false;
+    writer_ = remover_ = 0, has_turn_ = has_written_ = removes_ = false;
     stint_ = {}, write_as(nullptr), streams_ = {}, kept_.clear();
   }
 
@@ -416,6 +429,7 @@ class Store {
     const auto turns = lanes.turns(l);
     while (!(has_turn_ = turns.take(writer_, dead)))
       if (const uint64_t holder = turns.holder(); holder || dead) return holder ? holder : dead;
+    if (dead && lanes.removed_rows(l)) lanes.recount_removed(l);
     return 0;
   }
   void end_turn(uint64_t l) {
@@ -426,7 +440,8 @@ class Store {
   // Returns the turn to the writer that died with it, so that the next process that takes it makes the repairs that are due
   // then.
   void undo_takeover(uint64_t l, uint64_t dead) {
-    has_turn_ = false;
+    if (!has_turn_ && !removes_) return;
+    has_turn_ = removes_ = false;
     lanes.lane(l).turn.store(dead, std::memory_order_release);
   }
   // The stint of this process: its lane, or kNone; the ticket that the lane has after it (0: that of the stint); rows that it has
@@ -465,6 +480,34 @@ class Store {
   uint64_t author() const { return stint().stream ? stint().stream : writer_; }
   void use_streams(StreamTable streams) { streams_ = std::move(streams); }
   const StreamTable& streams() const { return streams_; }
+
+  // ---- removing rows, by this process, which need not be a writer: the turn of a lane for a moment, under a number of its own ----
+  void set_remover(uint64_t number) { remover_ = number; }
+  uint64_t remover() const { return remover_; }
+  // As `begin_turn`. Where this process has the turn for an append, or keeps it for a stream, it has it already.
+  uint64_t begin_removing(uint64_t l, uint64_t dead = 0) {
+    if (has_turn_ || keeps_turn(l)) return 0;
+    const auto turns = lanes.turns(l);
+    while (!(removes_ = turns.take(remover_, dead)))
+      if (const uint64_t holder = turns.holder(); holder || dead) return holder ? holder : dead;
+    if (dead && lanes.removed_rows(l)) lanes.recount_removed(l);
+    return 0;
+  }
+  void end_removing(uint64_t l) {
+    if (!std::exchange(removes_, false)) return;
+    lanes.turns(l).give_back();
+  }
+  // Before the bit of row w is set: that a power cut cannot leave the bit without the count of rows that says whose it is
+  // (docs/memory-model.md, "Power loss").
+  void sync_before_removing(uint64_t l, uint64_t w) {
+    if (!has_trailer()) return;
+    counted_on_disk_.resize(lanes.count());
+    if (w < std::max(counted_on_disk_[l], lanes.lane(l).durable.load())) return;
+    std::vector<uint64_t> published;
+    for (uint64_t i = 0; i < lanes.count(); ++i) published.push_back(lanes.published_now(i));
+    if (!synced(0, flow_offset(geometry()))) throw SyncFailed("the header");
+    counted_on_disk_ = std::move(published);
+  }
 
   // Called before the first row of an append is claimed.
   void begin_rows(uint64_t l) {
@@ -638,8 +681,9 @@ class Store {
   std::shared_ptr<MappedRegion> growing_;  // of the rows, where they grow
   static constexpr uint64_t kPieceBytes = 1 << 20;  // that are claimed together, where observations are kept beside rows
   std::shared_ptr<Observations> observations_;
-  uint64_t writer_ = 0;
-  bool has_turn_ = false, has_written_ = false;
+  uint64_t writer_ = 0, remover_ = 0;
+  bool has_turn_ = false, has_written_ = false, removes_ = false;
+  std::vector<uint64_t> counted_on_disk_;  // of each lane: rows below this are counted by the header on the disk
   Stint stint_, *other_ = nullptr;
   StreamTable streams_;
   std::vector<const Stint*> kept_;  // of each lane: the stream for which its turn is kept
