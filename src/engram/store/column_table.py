@@ -137,7 +137,7 @@ class ColumnTable:
         if first is not None:
             assert rows is not None and self._sequences is not None
             self._sequences[where] = first + rows.to(self._device)
-        self._lanes.store.note_edits(slots)
+        self._lanes.store.note_edits(slots, first is not None)
 
     def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
         return functools.partial(self.overwrite, slots, leaves, rows, first)

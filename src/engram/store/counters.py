@@ -16,7 +16,10 @@ _LANE = forms.record(
         "base": _COUNT, "published": _COUNT, "origin": forms.integer(0, (1 << 64) - 1), "seams": forms.list_of(_COUNT),
         "border": forms.record({"looked": _COUNT, "agreed": _BITS}), "replaced": _COUNT,
     },
-    {"ticket": _COUNT, "left": _COUNT, "goes_on": forms.boolean, "carried": _BITS},
+    {
+        "ticket": _COUNT, "left": _COUNT, "goes_on": forms.boolean, "carried": _BITS,
+        "removed": forms.record({"first": _COUNT, "bits": forms.text}),
+    },
 )  # fmt: skip
 _COUNTERS = forms.record({"lane_capacity": forms.nullable(_COUNT), "envs": _COUNT, "lanes": forms.list_of(_LANE)})
 

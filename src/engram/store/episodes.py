@@ -172,9 +172,9 @@ class EpisodeIndex(PartlyCopied):
         newest = None if self._of(steps) is None else self._query(steps, "newest", rule, n)
         return newest
 
-    def choices(self, steps: StepSource, rule: _native.SliceRule) -> int:
+    def choices(self, steps: StepSource, rule: _native.SliceRule) -> float:
         """How many trajectories that are long enough or, by window, windows there are to draw from."""
-        return 0 if self._of(steps) is None else int(self._query(steps, "choices", rule))
+        return 0 if self._of(steps) is None else float(self._query(steps, "choices", rule))
 
     def begin_epoch(self, steps: StepSource, rule: _native.SliceRule, key: int, shuffle: bool) -> _native.SliceEpoch:
         """An epoch over the trajectories that are long enough now."""

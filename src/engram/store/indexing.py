@@ -34,10 +34,10 @@ class MissingRowError(IndexError):
 
 
 def stored_slots(store: _native.Store) -> Tensor:
-    """Every slot that holds a row, in the order of slots: int64 [n]."""
+    """Every slot that holds a row, removed or not, in the order of slots: int64 [n]."""
     lanes = [store.lane(i) for i in range(store.lanes)]
     ranges = [(s["first"], max(0, s["published"] - s["first"])) for s in lanes]
-    walk = _native.EpochWalk(store, 0, False, ranges)
+    walk = _native.EpochWalk(store, 0, False, ranges, with_removed=True)
     slots, _ = walk.take(store, 0, len(walk))
     return slots
 

@@ -330,7 +330,7 @@ class ItemTable(Table):
         else:
             # A copy: a single row would keep its whole batch in memory.
             new = [self.codec.copy(data[row]) if self.codec.packs else data[row] for row in chosen]
-            write_rows = functools.partial(self._lanes.store.note_edits, slots)
+            write_rows = functools.partial(self._lanes.store.note_edits, slots, True)
             self._expect_objects()
 
         def write() -> None:

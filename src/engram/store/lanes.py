@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import os
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 import engram._native as _native
 from engram._system import fork_registry, notice_fork, run_after_fork
 from engram._text import warn_user
-from engram.errors import NoFreeLaneError, StorageInUseError
+from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
 from engram.store.locks import LaneLocks
 
 _MAX_DRAWS = 10_000  # of `retry_draw`
@@ -132,7 +134,8 @@ class Lanes:
 
         Of several lanes also `ticket`, `left`, `goes_on`: which of the store's stints the last one there is, how many
         rows it may still append, and whether it is this process's; and in the first lane `carried`: which entries agree
-        at the borders of this process's rows in the lane where it was before. A lane's end is a seam, unless this
+        at the borders of this process's rows in the lane where it was before. `removed`, where there are any: a bit for
+        each row from `first` on, the lowest of a byte first, in base 64. A lane's end is a seam, unless this
         process writes there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
@@ -165,7 +168,11 @@ class Lanes:
                 stint = {"ticket": lane["ticket"], "left": lane["left"], "goes_on": continues}
                 if i == 0:
                     stint["carried"] = self.store.carried_border
-            saved.append({**counters, "border": border, "replaced": 0 if i else self.store.replaced, **stint})
+            bits = self.store.removed_bits(i, base, published)
+            removed = {"removed": {"first": base, "bits": base64.b64encode(bits).decode()}} if bits else {}
+            saved.append(
+                {**counters, "border": border, "replaced": 0 if i else self.store.replaced, **stint, **removed}
+            )
         return saved
 
     def _continues(self, lane: int, published: int) -> bool:
@@ -176,6 +183,8 @@ class Lanes:
         """Takes over the counters of a saved lane (`saved_states`), whose sequences were `shift` higher."""
         store, origin = self.store, (lane["origin"] - shift) % (1 << 64)
         store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
+        if removed := lane.get("removed"):
+            store.restore_removed(i, removed["first"] - shift, base64.b64decode(removed["bits"]))
         store.set_border_evidence(i, max(0, lane["border"]["looked"] - shift), lane["border"]["agreed"])
         if self.moves_on and not shift:
             store.set_stint(i, lane.get("ticket", 0), lane.get("left", 0))
@@ -347,6 +356,67 @@ class Lanes:
             if self.held is not None or self._released is not None:
                 self.store.mark_seam(0)
 
+    # ---- removing ----
+    def remove(self, slots: Tensor, generation: Tensor) -> int:
+        """Removes rows, which are never drawn again until others take their places; returns how many.
+
+        Those in these slots (int64 [n]) that still have these generations, by the counters (`counted`). The caller
+        holds the mutex. This process need not be a writer, and does not become one, but in a store with one writer.
+
+        Raises:
+            StorageError: the store was made by an engram that removed no rows.
+            NoFreeLaneError: the store has one writer, another process.
+            StorageInUseError: another process has been appending for ten seconds; the message names it. In other lanes
+                rows may have been removed.
+        """
+        store = self.store
+        if not store.can_remove:
+            raise StorageError(
+                "this store was made by an engram that removed no rows: `engram convert` copies its rows to a new one, "
+                "where they can be removed. Nothing was removed"
+            )
+        which = slots // (store.lane_capacity * self.envs)
+        removed = 0
+        for lane in sorted(set(which.tolist())):
+            here = which == lane
+            with self._removing(lane):
+                removed += store.remove(lane, slots[here], generation[here])
+        return removed
+
+    @contextlib.contextmanager
+    def _removing(self, lane: int) -> Iterator[None]:
+        """A block in which nobody else appends to a lane or removes rows of it; errors as `remove`."""
+        notice_fork()
+        if self.unused_since_fork:
+            self.join_after_fork()
+        locks, store = self.locks, self.store
+        if locks is None or not (self.takes_turns or self.moves_on):
+            if locks is not None:
+                self.hold()  # one writer for ever: there are no turns
+            yield
+            return
+        if not store.remover:
+            if self._on_take is not None:
+                self._on_take(None)
+            store.remover = _new_number(store, locks)
+        wait_for_turn(locks, partial(store.begin_removing, lane), partial(self._begin_removing_after, lane))
+        try:
+            yield
+        finally:
+            store.end_removing(lane)
+
+    def _begin_removing_after(self, lane: int, dead: int) -> bool:
+        """Takes the turn of a writer that died with it; False where another process was faster."""
+        if self.store.begin_removing(lane, dead):
+            return False
+        if self._on_take is not None and self.takes_turns:
+            try:
+                self._on_take(lane)
+            except BaseException:
+                self.store.undo_takeover(lane, dead)
+                raise
+        return True
+
     def release(self) -> None:
         """Makes this process no writer any more. Where none other writes meanwhile, its trajectories go on."""
         notice_fork()
@@ -391,6 +461,12 @@ class Lanes:
                 self.locks.close()
 
     # ---- drawing ----
+    @property
+    def all_removed(self) -> bool:
+        """Whether rows are stored, and all of them were removed."""
+        removed = self.store.removed_rows
+        return removed > 0 and removed >= self.store.rows()
+
     def any_rows(self, counter: str = "claimed") -> bool:
         """Whether rows have been written since the store was empty, the one that is being written now included.
 
@@ -403,7 +479,7 @@ class Lanes:
         if self.unused_since_fork:
             self.join_after_fork()
         slots = self.store.uniform(seed, n)
-        if slots is None:
+        if slots is None and not self.all_removed:
             slots = self.retry_draw(lambda: self.store.uniform(seed, n))
         return slots
 
@@ -504,25 +580,7 @@ class Turns:
 
     def begin(self, lane: int) -> None:
         """Waits for the turn of this process. Errors as `Lanes.turn`."""
-        deadline = time.monotonic() + _TURN_TIMEOUT
-        looks = 0
-        while holder := self._store.begin_turn(lane):
-            looks += 1
-            if looks < _TURN_LOOKS:
-                time.sleep(0)
-                continue
-            if not self._locks.is_writer_alive(holder >> _native.PID_BITS):
-                if self._take_over(lane, holder):
-                    return
-                continue
-            if time.monotonic() > deadline:
-                pid = holder & ((1 << _native.PID_BITS) - 1)
-                raise StorageInUseError(
-                    f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
-                    "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
-                    "lanes=n, for about n writers side by side, which then wait for nobody"
-                )
-            time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
+        wait_for_turn(self._locks, partial(self._store.begin_turn, lane), partial(self._take_over, lane))
 
     def _take_over(self, lane: int, dead: int) -> bool:
         """Takes the turn of a writer that died with it; False where another process was faster."""
@@ -582,12 +640,46 @@ class Stints:
             raise
 
 
+def wait_for_turn(locks: LaneLocks, take: Callable[[], int], take_over: Callable[[int], bool]) -> None:
+    """Waits until this process has a turn; a StorageInUseError where another has had it for ten seconds.
+
+    Args:
+        take: takes it: 0, or the writer that has it.
+        take_over: takes that of a writer that died; False where another process was faster.
+    """
+    deadline = time.monotonic() + _TURN_TIMEOUT
+    looks = 0
+    while holder := take():
+        looks += 1
+        if looks < _TURN_LOOKS:
+            time.sleep(0)
+            continue
+        if not locks.is_writer_alive(holder >> _native.PID_BITS):
+            if take_over(holder):
+                return
+            continue
+        if time.monotonic() > deadline:
+            pid = holder & ((1 << _native.PID_BITS) - 1)
+            raise StorageInUseError(
+                f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
+                "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
+                "lanes=n, for about n writers side by side, which then wait for nobody"
+            )
+        time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
+
+
 def _take_number(store: _native.Store, locks: LaneLocks) -> None:
-    """Gives this process a number among the writers of a store, and locks its byte."""
-    while not store.writer:
-        writer = store.new_writer(0, os.getpid())
-        if locks.take_writer(writer >> _native.PID_BITS):  # else the header that counts them is damaged
-            store.writer = writer
+    """Gives this process a number among the writers of a store."""
+    if not store.writer:
+        store.writer = _new_number(store, locks)
+
+
+def _new_number(store: _native.Store, locks: LaneLocks) -> int:
+    """A number among the writers of a store, whose byte is locked by this process."""
+    while True:
+        number = store.new_writer(0, os.getpid())
+        if locks.take_writer(number >> _native.PID_BITS):  # else the header that counts them is damaged
+            return number
 
 
 class PendingBorders:

@@ -297,7 +297,7 @@ class RowTable:
 
         With `first=None` the rows carry no sequence.
         """
-        return self._store.prepare_overwrite(slots, plan, rows, first).write
+        return self._store.prepare_overwrite(slots, plan, rows, first, True).write
 
     def with_sequences(self) -> RowTable:
         """A copy of the rows in private memory, with room for their own sequences."""

@@ -71,7 +71,7 @@ from engram.data.replay_buffers.writers.round_robin import (
     given_writer,
     has_writing_methods,
 )
-from engram.errors import OutOfMemoryError
+from engram.errors import OutOfMemoryError, StorageError
 from engram.pytree import (
     Key,
     KeyPath,
@@ -85,6 +85,8 @@ from engram.pytree import (
 from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
+from engram.store.places import READ_ONLY
+from engram.store.removed import RowBlock, remove_at, remove_where
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
@@ -665,6 +667,7 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             episodes=counted.episodes,
             writers=writers_of(storage),
             compact=observation_shares_of(storage),
+            removed=0 if storage.lanes is None else storage.lanes.store.removed_rows,
         )
 
     @overload
@@ -835,6 +838,50 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             patch = self._parts.batch_writer.as_batch(patch, 0)
         with self._parts.undisturbed(), storage.access.exclusive("update_if_present"):
             return write_if_present(storage, slots, expected, patch, versions, self._writer.index_key)
+
+    def remove(
+        self,
+        index: Index | Callable[[RowBlock], Any],
+        generation: Tensor | npt.NDArray[Any] | Sequence[int] | int | None = None,
+    ) -> int:
+        """Takes stored rows out of what is drawn, beside writers and readers: no `sample` after it has one of them.
+
+        They keep their places, which others take as the ring comes round: memory is not freed before, `len` and indices
+        stay, `rb[i]` still reads them. `update_priority` and `update_if_present` leave them out, saves keep what was
+        removed, exports leave them out. Slices with a removed row are not drawn. A batch that was prepared ahead
+        (`prefetch`) may have a row that was removed since. It is no one step: what is removed before an error, or a
+        kill, stays removed; calling it again removes the rest.
+
+        Args:
+            index: int, int64 [n], a slice, a bool mask over the stored steps, with ndim=2 a tuple (time, env) or
+                [n, 2]; or a function that is given some rows at a time, as `RowBlock`, and returns a bool for each. It
+                is called outside of all locks, and sees each row that was stored when `remove` was called.
+            generation: int64 [n], as `info["generation"]` has it: only rows that still have it are removed.
+
+        Returns:
+            how many rows were removed: those that are not stored any more, or were removed before, do not count.
+
+        Raises:
+            IndexError: a row that has not been written, where no generation is given. Nothing is removed.
+            ValueError, TypeError: sizes differ, or the function returned something else than a mask.
+            StorageError: the store was made by an engram that removed no rows, or is open for reading only.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=64)
+            >>> _ = rb.extend(TensorDict({"episode": torch.tensor([0, 0, 1, 1, 2])}, [5]))
+            >>> rb.remove(lambda rows: rows["episode"] == 1)
+            2
+            >>> sorted(set(rb.sample()["episode"].tolist())), len(rb), rb.stats().removed
+            ([0, 2], 5, 2)
+        """
+        storage = self._storage
+        if storage.read_only:
+            raise StorageError(READ_ONLY)
+        if not callable(index):
+            return remove_at(storage, index, generation)
+        if generation is not None:
+            raise TypeError("a function that chooses rows is given without generation=; nothing was removed")
+        return remove_where(storage, index)
 
     def flush(self) -> None:
         """Makes the rows written so far survive a power cut, where the storage is in a folder; else nothing.

@@ -161,6 +161,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
             writes=sum(one.writes for one in members),
             draws=self._handed_out.batches,
             episodes=None if None in episodes else sum(n or 0 for n in episodes),
+            removed=sum(one.removed for one in members),
         )
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -190,6 +191,10 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def update_if_present(self, **records: Any) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("update_if_present(...)")
+
+    def remove(self, index: Any, generation: Any = None) -> NoReturn:
+        """An error: remove rows of a member."""
+        raise self._refusal("remove(...)")
 
     @staticmethod
     def _refusal(operation: str) -> RuntimeError:

@@ -27,6 +27,7 @@ class _Counts(NamedTuple):
     episodes: int | None
     writers: tuple[WriterShare, ...] = ()
     compact: ObservationShares | None = None
+    removed: int = 0
 
 
 class BufferStats(ReadAsMapping, _Counts):
@@ -47,6 +48,7 @@ class BufferStats(ReadAsMapping, _Counts):
             is not known any more), its `rows`, how many it has `written`, and the slot of its `newest` one.
         compact: of a storage with `compact=`, which share of the newest rows took no memory for an observation, and
             what would make them smaller; None of other storages.
+        removed: of the stored steps, those that `remove` has taken out: they are not drawn.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
@@ -55,7 +57,7 @@ class BufferStats(ReadAsMapping, _Counts):
         >>> _ = rb.sample()
         >>> rb.stats()
         BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
-                    writers=(), compact=None)
+                    writers=(), compact=None, removed=0)
         >>> rb.stats()["size"], dict(rb.stats())["utilization"]
         (4, 1.0)
     """

@@ -252,7 +252,11 @@ class Member:
         if storage.access.incarnation != draw.incarnation:
             return None
         is_whole = overwritten is None and absent is None and draw.seen is None
-        return batch, None if is_whole else draw.lost(overwritten, absent), absent, generation
+        lost = None if is_whole else draw.lost(overwritten, absent)
+        lanes = storage.lanes
+        if lanes is not None and lanes.store.removals:  # whatever a sampler draws, no batch has a removed row
+            lost = sorted({*(lost or ()), *(lanes.store.removed(draw.slots) or ())})
+        return batch, lost, absent, generation
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
         """Draw, batch and generations with other rows at the positions whose rows do not exist any more.
@@ -286,6 +290,11 @@ class Member:
             raise IndexError(
                 f"{draw.kind}.sample returns slot {int(draw.slots[absent[0]])}, which holds no row; {len(storage)} "
                 "are stored"
+            )
+        if bool((removed := storage.is_removed(draw.index)).any()):
+            raise RuntimeError(
+                f"{draw.kind}.sample goes on drawing rows that were removed, such as slot "
+                f"{int(draw.slots[removed][0])}; `storage.is_removed(index)` says which were"
             )
         raise RuntimeError("writers overwrite the rows of this batch faster than they can be read; sample fewer")
 

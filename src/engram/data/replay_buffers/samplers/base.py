@@ -744,6 +744,20 @@ def stored_rows(storage: Storage) -> int:
     return 0 if lanes is None else lanes.store.rows()
 
 
+def rows_left(storage: Storage) -> int:
+    """How many of the stored rows were not removed."""
+    lanes = storage.lanes
+    return 0 if lanes is None else max(0, lanes.store.rows() - lanes.store.removed_rows)
+
+
+def nothing_left(storage: Storage) -> RuntimeError:
+    """The error of a draw where no row is stored, or all were removed."""
+    lanes = storage.lanes
+    if lanes is not None and lanes.all_removed:
+        return RuntimeError(f"all {lanes.store.rows()} stored rows were removed; add or extend it first")
+    return RuntimeError(f"{EMPTY} Add or extend it first.")
+
+
 def _renew_lock(sampler: Sampler) -> None:
     sampler.lock = threading.RLock()  # a thread of the parent may hold the old one
 

@@ -250,7 +250,7 @@ class RowEpochs(Epochs):
         """Whether nothing (or, with `drop_last`, no full batch of n) is left of the running epoch."""
         assert self.walk is not None
         least = n if self.drop_last else 1
-        if self.stop - self.place["position"] >= n and not self._some_overwritten(lanes):
+        if self.stop - self.place["position"] >= n and not self._some_gone(lanes):
             return False
         return len(self.walk.take(lanes.store, self.place["position"], least, self.stop)[0]) < least
 
@@ -270,8 +270,11 @@ class RowEpochs(Epochs):
             return torch.empty(0, dtype=torch.int64, device="cpu") if self.ran_out else None
         return self.walk.take(lanes.store, self.place["position"], len(self.walk), self.stop)[0]
 
-    def _some_overwritten(self, lanes: Lanes) -> bool:
+    def _some_gone(self, lanes: Lanes) -> bool:
+        """Whether rows of the epoch were overwritten since it began, or rows were removed."""
         assert self.epoch is not None
+        if lanes.store.removed_rows:
+            return True
         lanes_then = zip(self.epoch["ranges"], self.epoch["moved"], strict=True)
         return any(lanes.store.lane(i)["first"] + moved > first for i, ((first, _), moved) in enumerate(lanes_then))
 
@@ -355,10 +358,14 @@ class ExplicitOrder:
         while position < stop and len(slots) < n:
             rows = self._rows[position : min(position + n, stop)]
             sequences = rows // self._envs - self._moved
-            exist = np.flatnonzero((sequences >= lane["first"]) & (sequences < lane["published"]))[: n - len(slots)]
+            places = sequences % store.lane_capacity * self._envs + rows % self._envs
+            there = (sequences >= lane["first"]) & (sequences < lane["published"])
+            if removed := store.removed(torch.from_numpy(places)):
+                there[removed] = False
+            exist = np.flatnonzero(there)[: n - len(slots)]
             full = len(slots) + len(exist) == n
             position = position + int(exist[-1]) + 1 if full and len(exist) else min(position + n, stop)
-            more = sequences[exist] % store.lane_capacity * self._envs + rows[exist] % self._envs
+            more = places[exist]
             slots = np.concatenate([slots, more])
         return torch.from_numpy(slots), position
 
@@ -463,7 +470,8 @@ class SliceEpochs(Epochs, RunSource):
         return slices
 
     def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
-        return episodes.choices(storage, rule) >= (n if self.drop_last else 1)
+        left = episodes.choices(storage, rule)
+        return left >= n if self.drop_last else left > 0
 
     def most_rows_of_runs(self, n: int, length: int, stored: int) -> int:
         return min(n * length, stored)  # each trajectory once

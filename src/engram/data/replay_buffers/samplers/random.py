@@ -14,12 +14,12 @@ import engram._native as _native
 from engram._checks import count
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
-    EMPTY,
     DrawTotals,
     Sampler,
     StateSetting,
     WorkerShare,
-    stored_rows,
+    nothing_left,
+    rows_left,
 )
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index
 from engram.data.replay_buffers.samplers.epochs import RowEpochs
@@ -62,7 +62,7 @@ class RandomSampler(Sampler, built_in=True):
         with self.lock:
             slots = None if lanes is None else lanes.uniform(self._draw_seed(storage, lanes), batch_size)
         if slots is None:
-            raise RuntimeError(f"{EMPTY} Add or extend it first.")
+            raise nothing_left(storage)
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
@@ -70,7 +70,10 @@ class RandomSampler(Sampler, built_in=True):
         return plan._replace(native=_native.UniformDraw(self, drawing), is_loose=lambda: plan.is_ours)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
-        return DrawTotals(float(stored_rows(storage)))
+        return DrawTotals(float(rows_left(storage)))
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        return super().can_sample(storage, batch_size) and rows_left(storage) > 0
 
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor:
         return torch.ones(len(slots), dtype=torch.float64, device="cpu")
@@ -135,19 +138,19 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             return self._draw(storage, batch_size)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        begin, end = self._share(len(storage))
+        begin, end = self._share(len(storage) if storage.lanes is None else rows_left(storage))
         return end - begin >= (batch_size if self.drop_last else 1)
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        if lanes is None or not (len(lanes) or len(storage)):
-            raise RuntimeError(f"{EMPTY} Add or extend it first.")
+        if lanes is None or not (len(lanes) or len(storage)) or lanes.all_removed:
+            raise nothing_left(storage)
         if self._least_parts > 1:
             self._check_share(batch_size, len(lanes))
         epochs = self.storage_state
-        if epochs.drop_last and batch_size > len(lanes):
+        if epochs.drop_last and batch_size > (left := rows_left(storage)):
             raise ValueError(
-                f"batch_size={batch_size} is greater than the storage capacity that is in use, {len(lanes)} steps, and "
+                f"batch_size={batch_size} is greater than the storage capacity that is in use, {left} steps, and "
                 "drop_last leaves out batches that are not full; sample fewer"
             )
         share = self._share if self._least_parts > 1 else None
@@ -169,7 +172,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
     def draw_plan(self, storage: Storage) -> DrawPlan:
         plan = super().draw_plan(storage)
         return plan._replace(
-            most_rows=lambda n: min(n, stored_rows(storage)), full_batches=self.drop_last,
+            most_rows=lambda n: min(n, rows_left(storage)), full_batches=self.drop_last,
             native=_native.EpochDraw(partial(self._running, storage)), is_loose=lambda: plan.is_ours and self.shuffle,
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ from engram.data.replay_buffers.storages.overrides import (
     own_attributes,
 )
 from engram.pytree import KeyPath
-from engram.store.indexing import check_stored, from_slots
+from engram.store.indexing import check_stored, from_slots, to_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
@@ -224,6 +224,19 @@ class Storage(MadeFromParts):
         slots = torch.where(in_room, item, 0).to("cpu", torch.int64)
         stored = (lanes.store.generations(slots.reshape(-1)) >= 0).reshape(item.shape).to(item.device)
         return torch.where(item < 0, item >= -len(self), in_room & stored)
+
+    def is_removed(self, index: Any) -> Tensor:
+        """Which of the steps at an index were removed (`ReplayBuffer.remove`), bool [n]: a sampler of your own draws
+        none of them, or its buffer asks it to draw again.
+
+        Args:
+            index: int64 [n], with ndim=2 a tuple (time, env) of such or [n, 2], as samplers return it.
+        """
+        slots, lanes = to_slots(index, self.env_shape, self.max_size or 0), self.lanes
+        removed = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
+        if lanes is not None and (places := lanes.store.removed(slots)):
+            removed[places] = True
+        return removed
 
     def flatten(self) -> Storage:
         """This storage, where it has one dimension; else a new one of one dimension with copies of all rows."""
