@@ -314,9 +314,10 @@ class EpochDraw final : public RowDraw {
     const EpochWalk& walk = nb::cast<const EpochWalk&>(walk_);
     drawn.slots.clear();
     drawn.slots.reserve(n);
-    if (!walk.is_of(store) || walk.some_gone(store)) return false;
+    if (!walk.is_of(store) || walk.some_overwritten(store)) return false;
     const uint64_t position = walk.draw(store, position_, n, walk.size(), drawn.slots);
-    if (walk.size() - position < n || drawn.slots.size() < n || walk.some_gone(store)) return false;
+    if (walk.size() - position < n || drawn.slots.size() < n || walk.some_overwritten(store)) return false;
+    if (store.lanes.some_removed() && !walk.goes_on(store, position)) return false;  // what is left was removed
     epoch_[key()] = position;
     return true;
   }
@@ -546,7 +547,7 @@ class BatchMaker {
   }
   // Whatever a draw looks at, no batch has a row that was removed before it.
   static bool are_left(const Store& store, const DrawnBatch& drawn) {
-    return !store.lanes.removals() || removed_places(store, drawn.slots.data(), drawn.slots.size()).empty();
+    return !store.lanes.some_removed() || removed_places(store, drawn.slots.data(), drawn.slots.size()).empty();
   }
   const SharedForm& form_of(const Sources& sources, Form& form) {
     bool is_made = form.made != nullptr;

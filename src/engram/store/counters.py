@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from typing import Any
 
@@ -35,6 +36,7 @@ class Counters:
         self.envs: int = counters["envs"]
         self._capacity: int | None = counters["lane_capacity"]
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
+        self.removed = sum(map(_removed_in, counters["lanes"]))
 
     def check_envs(self, layout: dict[str, Any]) -> None:
         """ValueError where the layout names another number of environments than the counters."""
@@ -72,6 +74,12 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     if lane["border"]["looked"] > published:
         raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
     return base, published
+
+
+def _removed_in(lane: dict[str, Any]) -> int:
+    """How many rows of a saved lane were removed."""
+    saved = lane.get("removed")
+    return 0 if saved is None else int.from_bytes(base64.b64decode(saved["bits"]), "little").bit_count()
 
 
 def check_sequences(sequences: list[int], n: int) -> None:

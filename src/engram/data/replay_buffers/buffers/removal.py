@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.storages.base import Storage
+from engram.data.replay_buffers.storages.steps import read_leaves
 from engram.pytree import Key, as_path, format_key, get_entry, has_keys, to_tensor
-from engram.store.indexing import select, stored_generations, stored_slots, tensor_of, to_slots
+from engram.store.indexing import select, stored_generations, tensor_of, to_slots
 from engram.store.lanes import Lanes
-from engram.store.layout import RowLayout
 
-_BLOCK_STEPS = 1 << 14  # time steps that a predicate looks at together
+_BLOCK_STEPS = 1 << 15  # time steps that a predicate looks at together
 _BLOCK_BYTES = 1 << 26  # and of long rows fewer, so that a batch of them has no more than this
-
-
-class RowsOfTable(Protocol):
-    """A storage, as it is read here."""
-
-    mutex: Any
-
-    @property
-    def lanes(self) -> Lanes | None: ...
-    @property
-    def layout(self) -> RowLayout | None: ...
-    @property
-    def ndim(self) -> int: ...
-    @property
-    def env_shape(self) -> tuple[int, ...]: ...
-    @property
-    def max_size(self) -> int | None: ...
-    def read(self, slots: Tensor) -> Any: ...
-    def column(self, path: tuple[str, ...], slots: Tensor) -> Tensor: ...
-    def from_slots(self, slots: Tensor) -> Any: ...
 
 
 class RowBlock:
@@ -53,7 +33,7 @@ class RowBlock:
         1
     """
 
-    def __init__(self, storage: RowsOfTable, slots: Tensor, generation: Tensor) -> None:
+    def __init__(self, storage: Storage, slots: Tensor, generation: Tensor) -> None:
         self._storage, self._slots, self.generation = storage, slots, generation
         self.index: Any = storage.from_slots(slots)
 
@@ -63,24 +43,16 @@ class RowBlock:
     def __getitem__(self, key: Key) -> Tensor:
         """An entry of the rows, [n, ...]; a KeyError where they have none of this name."""
         path = as_path(key)
-        storage = self._storage
-        layout, envs = storage.layout, math.prod(storage.env_shape)
-        if layout is not None and path not in layout.paths:
-            raise KeyError(f"the stored rows have no {format_key(path)}; there are {', '.join(map(str, self.keys()))}")
+        storage, layout = self._storage, self._storage.layout
         if layout is None:  # items, of which each may have another form
-            values = get_entry(self.batch(), path)
-            if values is None:
+            entry = get_entry(self.batch(), path)
+            if entry is None:
                 raise KeyError(f"the stored rows have no {format_key(path)}")
-            return to_tensor(values)
-        with storage.mutex:
-            if envs == 1:
-                return storage.column(path, self._slots).reshape(len(self), *_inner(layout, path))
-            listed, which = np.unique((self._slots // envs).numpy(), return_inverse=True)
-            steps, where = to_tensor(listed), to_tensor(which)
-            column = storage.column(path, steps)
-            return column.reshape(len(steps), envs, *column.shape[1 + len(storage.env_shape) :])[
-                where, self._slots % envs
-            ]
+            return to_tensor(entry)
+        if path not in layout.paths:
+            raise KeyError(f"the stored rows have no {format_key(path)}; there are {', '.join(map(str, self.keys()))}")
+        values: Tensor = read_leaves(storage, self._slots, (path,)).batch[0]
+        return values
 
     def keys(self) -> list[Any]:
         """The names of the entries: strings, or tuples of strings where they are nested."""
@@ -90,18 +62,13 @@ class RowBlock:
 
     def batch(self) -> Any:
         """The whole rows as a batch [n], as they are stored: without the buffer's transforms."""
-        with self._storage.mutex:
-            batch = self._storage.read(self._slots).batch
+        batch = self._storage.read(self._slots).batch
         if type(batch) is list and batch and all(has_keys(item) or isinstance(item, Tensor) for item in batch):
             return torch.stack(batch)
         return batch
 
 
-def _inner(layout: RowLayout, path: tuple[str, ...]) -> tuple[int, ...]:
-    return next(tuple(leaf.shape) for leaf in layout.leaves if leaf.path == path)
-
-
-def remove_at(storage: RowsOfTable, index: Any, generation: Any) -> int:
+def remove_at(storage: Storage, index: Any, generation: Any) -> int:
     """As `ReplayBuffer.remove` of an index."""
     lanes = storage.lanes
     if lanes is None:
@@ -121,25 +88,36 @@ def remove_at(storage: RowsOfTable, index: Any, generation: Any) -> int:
         return lanes.remove(slots, lanes.counted(slots, expected).contiguous())
 
 
-def remove_where(storage: RowsOfTable, choose: Callable[[Any], Any]) -> int:
+def remove_where(storage: Storage, choose: Callable[[Any], Any]) -> int:
     """As `ReplayBuffer.remove` of a predicate. Only what it has chosen of a block is removed in a turn."""
     lanes, removed = storage.lanes, 0
     if lanes is None:
         return 0
-    for slots in _blocks(storage, lanes):
-        expected = stored_generations(lanes, slots)
-        block = RowBlock(storage, slots, expected)
-        chosen = _mask(choose(block), len(slots))
+    for slots, expected in _blocks(storage, lanes):
+        chosen = _mask(choose(RowBlock(storage, slots, expected)), len(slots))
         if bool(chosen.any()):
             removed += remove_at(storage, storage.from_slots(slots[chosen]), expected[chosen])
     return removed
 
 
-def _blocks(storage: RowsOfTable, lanes: Lanes) -> Iterator[Tensor]:
-    slots = stored_slots(lanes.store)
+def _blocks(storage: Storage, lanes: Lanes) -> Iterator[tuple[Tensor, Tensor]]:
+    """Slots and generations (int64 [n]) of the rows that are stored now, some at a time."""
     row_bytes = 1 if storage.layout is None else max(1, storage.layout.payload_bytes)
-    steps = max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // (row_bytes * lanes.envs)))
-    return (block for block in torch.split(slots, steps * lanes.envs) if len(block))
+    most, capacity, envs = (
+        max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // (row_bytes * lanes.envs))),
+        lanes.store.lane_capacity,
+        lanes.envs,
+    )
+    for lane, state in enumerate(lanes.counters()):
+        sequence = state["first"]
+        while sequence < state["published"]:
+            slot = sequence % capacity
+            n = min(most, state["published"] - sequence, capacity - slot)
+            start = (lane * capacity + slot) * envs
+            slots = torch.arange(start, start + n * envs, device="cpu")
+            counted = torch.arange(sequence, sequence + n, device="cpu").repeat_interleave(envs)
+            yield slots, counted if lanes.own_sequences is None else stored_generations(lanes, slots)
+            sequence += n
 
 
 def _mask(chosen: Any, n: int) -> Tensor:
@@ -158,7 +136,7 @@ def _mask(chosen: Any, n: int) -> Tensor:
     return mask.reshape(n)
 
 
-def _named(storage: RowsOfTable, lanes: Lanes, index: Any) -> Tensor:
+def _named(storage: Storage, lanes: Lanes, index: Any) -> Tensor:
     """The slots of an index: int64 [n]."""
     given = index if isinstance(index, Tensor) else None
     if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
