@@ -103,11 +103,8 @@ def remove_where(storage: Storage, choose: Callable[[Any], Any]) -> int:
 def _blocks(storage: Storage, lanes: Lanes) -> Iterator[tuple[Tensor, Tensor]]:
     """Slots and generations (int64 [n]) of the rows that are stored now, some at a time."""
     row_bytes = 1 if storage.layout is None else max(1, storage.layout.payload_bytes)
-    most, capacity, envs = (
-        max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // (row_bytes * lanes.envs))),
-        lanes.store.lane_capacity,
-        lanes.envs,
-    )
+    capacity, envs = lanes.store.lane_capacity, lanes.envs
+    most = max(1, min(_BLOCK_STEPS, _BLOCK_BYTES // (row_bytes * envs)))
     for lane, state in enumerate(lanes.counters()):
         sequence = state["first"]
         while sequence < state["published"]:
