@@ -269,7 +269,7 @@ WALLS = {
     "copy and pickle dunders": 10,
     "constructors of 20 arguments": 4,
     "probes by identity of a method": 0,
-    "hasattr and getattr": 88,
+    "hasattr and getattr": 86,
     "classes of 45 methods": 7,
     "uses of another object's private name": 30,
     "class flags that others ask": 1,
