@@ -104,7 +104,11 @@ demo: $(if $(and $(FRESH_WHEEL),$(if $(wildcard $(VENV)/.engram),,yes)),$(VENV)/
 	@$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)
+	$(IN_MEMORY) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)
+
+# The folders of tests lie in memory where it has room: a sync to a disk takes longer than most tests. CI has them on a disk.
+IN_MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 ] 2>/dev/null && \
+  echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
 test-deep: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
@@ -145,8 +149,11 @@ test-search: $(VENV)/.engram $(VENV)/.dev
 walls: $(VENV)/.engram
 	$(VENV)/bin/python tests/walls.py
 
+# What they say of all sources is deep.
+OF_SOURCES := tests/test_default_device.py tests/test_user_paths.py tests/data/checkpointers/test_no_code_runs.py
+
 check: static
-	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
+	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py $(OF_SOURCES)
 
 static: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples packaging

@@ -9,10 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
-
-#if defined(__linux__)
 #include <sys/vfs.h>
-#endif
 
 #include <algorithm>
 #include <array>
@@ -1008,13 +1005,10 @@ inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
   return {whole, h.clean != 0, nb::bytes(h.boot_id, 16)};
 }
 
-// `f_type` of statfs(2), of the file system that a file lies on; 0 where the system has none.
+// `f_type` of statfs(2), of the file system that a file lies on; 0 where the system does not say.
 inline uint32_t file_system_type(int fd) {
-#if defined(__linux__)
   struct statfs system;
-  if (::fstatfs(fd, &system) == 0) return static_cast<uint32_t>(system.f_type);
-#endif
-  return 0;
+  return ::fstatfs(fd, &system) == 0 ? static_cast<uint32_t>(system.f_type) : 0;
 }
 
 inline nb::dict lane_state(const Store& store, uint64_t l) {
