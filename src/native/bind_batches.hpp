@@ -103,9 +103,11 @@ class SeedSource {
     if (CounterGenerator* own = nullptr; !from.is_none() && nb::try_cast(from, own)) return next_seed(*own);
     const nb::object out = attribute(sampler_, seed);
     const HeldLock held(lock_);
-    const nb::object drawn = call_method(out.ptr(), random, from.ptr(), names);
-    const SlotsArg value(drawn);
+    // Before the draw: to find the memory may run Python code (older torches), and a finaliser that samples there would
+    // put its own seed in place of this one, so that both batches had the same rows.
+    const SlotsArg value(out);
     if (value.n < 1) throw nb::value_error("no seed");
+    call_method(out.ptr(), random, from.ptr(), names);
     return static_cast<uint64_t>(value.data[0]);
   }
 
