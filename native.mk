@@ -50,7 +50,7 @@ model:
 	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }
 	@echo "building tests/model into $(MODEL): half a minute, once"
-	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns $(MODEL)/stints $(MODEL)/streams $(MODEL)/once
+	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns $(MODEL)/stints $(MODEL)/streams $(MODEL)/once $(MODEL)/removed
 	@$(MODEL)/words
-	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS) && $(MODEL)/streams $(EXECUTIONS) && $(MODEL)/once $(or $(EXECUTIONS),100000); } >$(MODEL)/rest.txt & rest=$$!; \
+	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS) && $(MODEL)/streams $(EXECUTIONS) && $(MODEL)/removed $(or $(EXECUTIONS),100000) && $(MODEL)/once $(or $(EXECUTIONS),100000); } >$(MODEL)/rest.txt & rest=$$!; \
 	  { $(MODEL)/append $(EXECUTIONS) && $(MODEL)/stints $(EXECUTIONS); }; failed=$$?; wait $$rest || failed=1; cat $(MODEL)/rest.txt; exit $$failed

@@ -20,6 +20,7 @@ enum class Order {
   kEditsBeforeRows,     // O1: an observer reads rows after `edits`
   kTurnBeforeRows,      // T1: the writer that gets the turn sees all stores of the one before it
   kRowsBeforeTurnEnd,   // T3: and gives the turn back after all its own stores
+  kClaimBeforeRemoval,  // V1: a reader that sees a row's bit of removal sees the row's claim, which ends the row before it
   kSegmentTaken,        // a segment of units becomes one lane's in one step; no order is needed
 };
 
@@ -72,8 +73,8 @@ struct RemovedRows {
     Word& word = bits[bit / kPerWord];
     const uint64_t before = Memory::load(word), one = uint64_t{1} << bit % kPerWord;
     if (before & one) return false;
-    Memory::store(*count, Memory::load(*count) + 1);
-    Memory::store(word, before | one);
+    Memory::store(*count, Memory::load(*count) + 1);  // V0: a kill leaves it too high, never too low
+    Memory::release(word, before | one, Order::kClaimBeforeRemoval);  // V1
     return true;
   }
   // Clears n bits, those from `bit` on.

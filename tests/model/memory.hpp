@@ -82,6 +82,14 @@ enum class Wrong {
   kSegmentsBeforeRows,
   kSegmentAfterPublish,
   kSegmentWithoutExchange,
+  kBitsClearedBeforeClaim,
+  kBitsClearedAfterPublish,
+  kBitsNotCleared,
+  kRemovedWithoutTurn,
+  kRemovedUnseen,
+  kBitsReadAfterCheck,
+  kCountNotMadeGood,
+  kCountRaisedLast,
 };
 inline Wrong wrong = Wrong::kNothing;
 inline std::optional<Order> without;             // this access is relaxed, or this fence is not there
