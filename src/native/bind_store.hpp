@@ -1545,10 +1545,11 @@ inline void bind_store(nb::module_& m) {
       .def_prop_ro("removals", [](const Store& s) { return s.lanes.removals(); })
       .def_prop_ro("removed_rows", [](const Store& s) { s.check_file(); return s.lanes.removed_rows(); })
       .def("remove", &remove_rows, "lane"_a, "slots"_a, "generations"_a)
-      .def("removed", [](const Store& s, nb::handle slots_in) {  // positions of removed rows; None: there are none
+      .def("removed", [](const Store& s, nb::handle slots_in) -> std::optional<std::vector<uint32_t>> {
         s.check_file();
         const SlotsArg slots(nb::borrow(slots_in));
-        return positions(removed_places(s, slots.data, slots.n));
+        std::vector<uint32_t> places = removed_places(s, slots.data, slots.n);  // None: there are none
+        return places.empty() ? std::nullopt : std::optional(std::move(places));
       }, "slots"_a)
       .def("removed_bits", &removed_bits, "lane"_a, "start"_a, "stop"_a)
       .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)
