@@ -293,6 +293,7 @@ class ReplayShard:
         self._priorities.restart(_store_name(self._storage), self._new_priority)
         sequences = self._lanes.generations(torch.arange(self._lanes.capacity, device="cpu"))
         stored = (sequences >= 0).nonzero().flatten()
+        stored = stored[~self._storage.is_removed(stored)]
         if len(stored):
             assert isinstance(self._sampler, PrioritizedSampler)
             priorities = self._sampler.priorities(stored, storage=self._storage)
