@@ -16,10 +16,12 @@ from engram.cli.pixels import image_grid, is_image, no_images, png_of
 from engram.cli.sources import open_rows
 from engram.data import Storage
 from engram.errors import StorageInUseError
+from engram.kernel.rows import removed_steps
 from engram.kernel.tools import user_path
 from engram.pytree import describe, to_tensor
 
 _TRIES = 100  # beside a writer
+_STEPS_AT_ONCE = 1 << 14  # of which is looked which were removed
 
 
 class RowsShown(NamedTuple):
@@ -100,6 +102,8 @@ def head(
     """The oldest n rows at a path (fewer where fewer are stored), lane by lane; with several environments steps of all.
     Those that were removed are among them, and marked.
 
+    Removed rows are left out.
+
     `progress` shows that a file is being read, if standard error is a terminal.
 
     Raises:
@@ -149,10 +153,20 @@ def _oldest_first(storage: Storage, n: int) -> Tensor:
     lanes = storage.lanes
     if lanes is None:
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    slots, capacity, envs = [], lanes.store.lane_capacity, lanes.envs
+    slots, store, envs = list[int](), lanes.store, lanes.envs
     for lane, state in enumerate(lanes.states()):
-        steps = range(state["first"], min(state["published"], state["first"] + n))
-        slots += [(lane * capacity + step % capacity) * envs + env for step in steps for env in range(envs)]
+        begin = state["first"]
+        while begin < state["published"] and len(slots) < n:  # of many removed rows some blocks may have none left
+            steps = range(begin, min(state["published"], begin + max(n, _STEPS_AT_ONCE)))
+            gone, begin = removed_steps(store, lane, steps), steps.stop
+            slots += [
+                (lane * store.lane_capacity + step % store.lane_capacity) * envs + env
+                for i, step in enumerate(steps[:n] if gone is None else steps)
+                for env in range(envs)
+                if gone is None or not gone[i, env]
+            ]
+            if gone is None:
+                break
     return torch.tensor(slots[:n], dtype=torch.int64, device="cpu")
 
 

@@ -370,6 +370,12 @@ class ExplicitOrder:
         return torch.from_numpy(slots), position
 
 
+def _gives(storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
+    """Whether an epoch that begins now gives n slices without removed rows."""
+    walk, seed = episodes.begin_epoch(storage, rule, 0, False), torch.zeros(1, dtype=torch.int64, device="cpu")
+    return episodes.take(storage, rule, walk, 0, seed, 0, n)[2]
+
+
 class SliceEpochs(Epochs, RunSource):
     """Epochs of trajectories, by their counts and the newest step of each environment.
 
@@ -442,6 +448,12 @@ class SliceEpochs(Epochs, RunSource):
             slices = self._take(storage, episodes, rule, seed(), n)
             if len(slices) == n or (len(slices) and not self.drop_last):
                 return slices
+        least = n if self.drop_last else 1
+        if lanes.store.removed_rows and not _gives(storage, episodes, rule, least):
+            raise RuntimeError(
+                f"an epoch has fewer than {least} slices without rows that were removed; use shorter slices, "
+                f"{'sample fewer, ' if least > 1 else ''}or store more rows"
+            )
         raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
 
     def _take(
@@ -470,8 +482,10 @@ class SliceEpochs(Epochs, RunSource):
         return slices
 
     def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
-        left = episodes.choices(storage, rule)
-        return left >= n if self.drop_last else left > 0
+        lanes, choices = storage.lanes, episodes.choices(storage, rule)
+        if not self.drop_last or choices >= n or lanes is None or not lanes.store.removed_rows:
+            return choices >= n if self.drop_last else choices > 0
+        return choices > 0 and _gives(storage, episodes, rule, n)  # a trajectory that has lost some windows counts less
 
     def most_rows_of_runs(self, n: int, length: int, stored: int) -> int:
         return min(n * length, stored)  # each trajectory once
