@@ -47,7 +47,7 @@ class Run:
 
 
 RUNS = (
-    Run("3.10", "2.13.0", free=("numpy",)),
+    Run("3.10", "2.13.0", free=("numpy", "hypothesis", "matplotlib", "typer", "imageio", "pillow", "pyarrow")),
     Run("3.11", "2.6.0"),
     Run("3.11", "2.9.1"),
     Run("3.12", "2.13.0"),
