@@ -101,10 +101,11 @@ $(VERSIONS): %: .venv-%/.engram
 $(VERSIONS:%=%-versions): %-versions:
 	$(PYTHON) packaging/versions.py $*
 
-# ONLY="3.12 2.6.0": the runs with this Python and those with this torch; PARTS="scenes quick": no others.
+# ONLY="3.12 2.6.0": the runs with this Python and those with this torch; PARTS="scenes quick": no others. `exec`: a signal that
+# ends make must reach the program, which then removes its environment.
 .PHONY: other-pythons
 other-pythons:
-	WORKERS=$(WORKERS) $(PYTHON) packaging/other_pythons.py $(ONLY) $(if $(PARTS),--parts $(PARTS))
+	WORKERS=$(WORKERS) exec $(PYTHON) packaging/other_pythons.py $(ONLY) $(if $(PARTS),--parts $(PARTS))
 
 # With a checkout that is built in place, that; else with the wheel, where one fits; else it is built.
 demo: $(if $(and $(FRESH_WHEEL),$(if $(wildcard $(VENV)/.engram),,yes)),$(VENV)/.wheel,$(VENV)/.engram)

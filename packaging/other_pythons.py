@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ class Run:
 
 
 RUNS = (
-    Run("3.10", "2.13.0", free=("numpy",)),
+    Run("3.10", "2.13.0", free=("numpy", "hypothesis", "matplotlib", "typer", "imageio", "pillow", "pyarrow")),
     Run("3.11", "2.6.0"),
     Run("3.11", "2.9.1"),
     Run("3.12", "2.13.0"),
@@ -58,6 +59,7 @@ RUNS = (
 @dataclass
 class Result:
     run: Run
+    commit: str
     seconds: float = 0.0
     fault: str = ""
     #: For each part how many passed, failed and were skipped.
@@ -97,7 +99,8 @@ def counted(line: str) -> dict[str, int]:
 
 def install(run: Run, python: Path, scratch: Path) -> Path:
     """The Python of a new environment with engram in it, and what its tests need."""
-    own = wheels.environment(scratch / "environment", python)
+    own = scratch / "environment/bin/python"
+    shown([python, "-m", "venv", scratch / "environment"], dict(os.environ))
     (scratch / "constraints.txt").write_text(constraints(run))
     (scratch / "tmp").mkdir()
     settings = {
@@ -107,31 +110,43 @@ def install(run: Run, python: Path, scratch: Path) -> Path:
         "SKBUILD_BUILD_DIR": str(scratch / "build"),  # not the build folder of the clone's own environment
     }
     pip = [own, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile"]
-    code, last = shown([*pip, f"{ROOT}[dev,video]", "nanobind"], {**os.environ, **settings})
+    code, _ = shown([*pip, f"{ROOT}[dev,video]", "nanobind"], {**os.environ, **settings})
     if code:
-        raise RuntimeError(f"not installed: {last}")
+        raise RuntimeError("not installed")
     return own
+
+
+def remove(folder: Path) -> None:
+    """Removes a folder, into which a process that was killed may still write."""
+    for _ in range(20):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(0.5)
+    print(f"{folder} could not be removed", flush=True)
 
 
 def carry_out(run: Run, parts: tuple[str, ...]) -> Result:
     print(f"\n== Python {run.python}, torch {run.torch}: {', '.join(parts)}", flush=True)
-    result, begun = Result(run), time.monotonic()
+    result, begun = Result(run, commit()), time.monotonic()
     python = wheels.interpreter(run.python)
     if python is None:
         result.fault = "no such Python on this machine"
         return result
     # Named as other environments are, which git, the sdist and `make clean` leave out or know.
-    with tempfile.TemporaryDirectory(prefix=".venv-other-", dir=ROOT) as folder:
-        try:
-            own = install(run, python, Path(folder))
-            bare = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-            for part in parts:
-                code, last = shown([own, *PARTS[part]], {**bare, "PATH": f"{own.parent}:{os.environ['PATH']}"})
-                result.counts[part] = counted(last)
-                if code:
-                    result.fault = f"{result.fault}, {part} failed".removeprefix(", ")
-        except RuntimeError as error:
-            result.fault = str(error)
+    scratch = Path(tempfile.mkdtemp(prefix=".venv-other-", dir=ROOT))
+    try:
+        own = install(run, python, scratch)
+        bare = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+        for part in parts:
+            code, last = shown([own, *PARTS[part]], {**bare, "PATH": f"{own.parent}:{os.environ['PATH']}"})
+            result.counts[part] = counted(last)
+            if code:
+                result.fault = f"{result.fault}, {part} failed".removeprefix(", ")
+    except RuntimeError as error:
+        result.fault = str(error)
+    finally:
+        remove(scratch)
     result.seconds = time.monotonic() - begun
     return result
 
@@ -145,11 +160,11 @@ def commit() -> str:
 
 def table(results: list[Result]) -> str:
     heads = ("Python", "torch", *(f"{part}: {'/'.join(OUTCOMES)}" for part in PARTS), "seconds", "date", "commit", "")
-    day, of = datetime.now(timezone.utc).date(), commit()
+    day = datetime.now(timezone.utc).date()
     rows = [heads]
     for one in results:
         counts = ("/".join(map(str, one.counts[part].values())) if part in one.counts else "" for part in PARTS)
-        ends = (f"{one.seconds:.0f}", str(day), of, one.fault or "passed")
+        ends = (f"{one.seconds:.0f}", str(day), one.commit, one.fault or "passed")
         rows.append((one.run.python, one.run.torch, *counts, *ends))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -98,7 +98,8 @@ class SeedSource {
     static PyObject* seed = PyUnicode_InternFromString("_seed");
     static PyObject* generator = PyUnicode_InternFromString("_generator");
     static PyObject* random = PyUnicode_InternFromString("random_");
-    static PyObject* names = Py_BuildValue("(s)", "generator");
+    static PyObject* keyword = nullptr;
+    PyObject* const names = made_once(keyword, [] { return nb::steal(Py_BuildValue("(s)", "generator")); });
     const nb::object from = attribute(sampler_, generator);
     if (CounterGenerator* own = nullptr; !from.is_none() && nb::try_cast(from, own)) return next_seed(*own);
     const nb::object out = attribute(sampler_, seed);
@@ -408,8 +409,8 @@ class BatchMaker {
   // From this size on two threads copy the rows, if torch may use several: waking a thread takes as long as copying 100 KB.
   static constexpr size_t kThreadedBytes = 1 << 20;
   static bool torch_has_threads() {
-    static PyObject* number = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release().ptr();
-    const nb::object threads = nb::steal(PyObject_CallNoArgs(number));
+    static PyObject* number = nullptr;
+    const nb::object threads = nb::steal(PyObject_CallNoArgs(imported_once(number, "torch", "get_num_threads")));
     if (!threads.is_valid()) throw nb::python_error();
     return nb::cast<int64_t>(threads) > 1;
   }
