@@ -240,7 +240,10 @@ class Member:
 
         None: all rows of the storage have been replaced by others since they were drawn.
         """
-        storage = self.storage
+        storage, lanes = self.storage, self.storage.lanes
+        # Whatever a sampler draws, no batch has a removed row. Looked at before the rows are read: afterwards the bit of a
+        # row that was removed and read may have been cleared by whoever replaces it (docs/memory-model.md).
+        removed = lanes.store.removed(draw.slots) if lanes is not None and lanes.store.removals else None
         # Positional: the hot path.
         items = self._items
         if items is None:
@@ -253,9 +256,8 @@ class Member:
             return None
         is_whole = overwritten is None and absent is None and draw.seen is None
         lost = None if is_whole else draw.lost(overwritten, absent)
-        lanes = storage.lanes
-        if lanes is not None and lanes.store.removals:  # whatever a sampler draws, no batch has a removed row
-            lost = sorted({*(lost or ()), *(lanes.store.removed(draw.slots) or ())})
+        if removed:
+            lost = sorted({*(lost or ()), *removed})
         return batch, lost, absent, generation
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
