@@ -766,7 +766,7 @@ inline nb::bytes removed_bits(const Store& store, uint64_t l, uint64_t from, uin
   return nb::bytes(bits.data(), bits.size());
 }
 // Removes the rows from `from` on whose bits are set, as part of a restore: bits as `removed_bits` gives them.
-inline void restore_removed(const Store& store, uint64_t l, uint64_t from, nb::bytes given) {
+inline void restore_removed(Store& store, uint64_t l, uint64_t from, nb::bytes given) {
   store.must_be_writable();
   check_lane(store, l);
   const std::string bits = bytes_of(given);
@@ -774,6 +774,7 @@ inline void restore_removed(const Store& store, uint64_t l, uint64_t from, nb::b
   if (bits.empty()) return;
   if (!lanes.can_remove()) throw nb::value_error("this store was made by an engram that removed no rows");
   if (bits.size() > (lanes.capacity() * lanes.envs() + 7) / 8) throw nb::value_error("more bits than the lane has rows");
+  if (!planted(27)) store.sync_before_removing(l, lanes.published_now(l));  // which knows that a load has begun
   lanes.make_room_to_remove(l, std::min(lanes.capacity() * lanes.envs(), (from % lanes.capacity() * lanes.envs()) + bits.size() * 8));
   lanes.flow().in_use.fetch_or(kRemovesRows, std::memory_order_relaxed);
   lanes.note_removals();
@@ -1419,16 +1420,8 @@ inline void bind_store(nb::module_& m) {
       .def("recover", [](Store& s) {
         s.must_be_writable();
         if (!s.has_trailer()) throw nb::value_error("rows without trailers cannot be recovered");
-        uint64_t dropped = 0;
         nb::gil_scoped_release unlocked;
-        if (s.observations()) s.observations()->forget_missing_segments();
-        s.header()->incarnation.fetch_add(2);  // by 2: an odd one would make a kill empty the store
-        for (uint64_t l = 0; l < s.geometry().lanes; ++l) {
-          const LaneScan scan = scan_lane(s, l);
-          restore_lane(s, l, scan);
-          dropped += scan.dropped * s.geometry().envs;
-        }
-        return dropped;
+        return recover(s) * s.geometry().envs;
       })
       .def("memory", [](const Store& s) {
         s.check_file();

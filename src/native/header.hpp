@@ -149,12 +149,13 @@ static_assert(sizeof(Trailer) == 16);
 struct RedoHeader {
   std::atomic<uint32_t> state;  // kRedoMarked: the entry is complete, and may be applied in part
   uint32_t crc;                 // over rows, row_stride and the entries
-  uint64_t rows;
+  uint64_t rows;                // and kRedoReplaces
   uint64_t row_stride;
   uint64_t log_head;            // the log's head after this change
 };
 static_assert(sizeof(RedoHeader) == 32);
 constexpr uint32_t kRedoMarked = 0x52454430;
+constexpr uint64_t kRedoReplaces = uint64_t{1} << 63;  // in `rows`: they replace others, of which some were removed
 
 // Rows that were written over others out of turn carry their own sequence, from this one on: no lane's count reaches it.
 constexpr uint64_t kFirstReplaced = uint64_t{1} << 62;

@@ -139,6 +139,9 @@ struct LaneProtocol {
   // Writes the seam bits of n claimed rows: with `begins` the first row gets one, the others get none. None of them is removed.
   void mark(uint64_t at, uint64_t n, bool begins) const {
     if (removed.any()) clear_removed(at, n);
+    mark_seams(at, n, begins);
+  }
+  void mark_seams(uint64_t at, uint64_t n, bool begins) const {
     if (!seams) return;
     for (uint64_t slot = at % capacity; n > 0; begins = false) {
       const uint64_t bit = slot % kPerWord, take = std::min({n, kPerWord - bit, capacity - slot});

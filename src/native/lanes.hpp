@@ -299,9 +299,9 @@ class Lanes {
   template <typename At>
   void set_seams(uint64_t l, uint64_t base, uint64_t published, uint64_t n, At&& at) const {
     const Protocol lane = protocol(l);
-    lane.mark(base, published - base, false);
+    lane.mark_seams(base, published - base, false);
     for (uint64_t i = 0; i < n; ++i)
-      if (const uint64_t w = at(i); w >= base && w < published) lane.mark(w, 1, true);
+      if (const uint64_t w = at(i); w >= base && w < published) lane.mark_seams(w, 1, true);
   }
   // Finishes an `empty` that was killed, and empties lanes that a killed `loads` left half filled.
   void repair() const {

@@ -1,5 +1,7 @@
 // In-place changes that a kill cannot tear, and the search for the rows that survived a power cut.
 #pragma once
+#include <unistd.h>
+
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -29,12 +31,19 @@ class InPlaceWriter {
       stage(slots + done, take, leaves, done, rows);
       bool applied = true;
       Lanes::Protocol::edit(store_.header()->edits, [&] {
-        if (redo) mark(take);
+        std::vector<int64_t> removed;
+        if (replaces) removed = removed_among(slots + done, take);
+        if (redo) mark(take, !removed.empty());
         const bool sync = redo && store_.fd() >= 0 && any_durable(take);
-        const bool marked = !sync || store_.synced(s.redo_offset, s.redo_bytes);
+        bool marked = !sync || store_.synced(s.redo_offset, s.redo_bytes);
+        // Bits go before rows: neither a kill nor a power cut may leave one that hides the new row.
+        if (marked) forget_removed(removed);
+        if (marked && sync && !removed.empty() && !planted(25) && !store_.removed_synced()) {
+          for (int64_t slot : removed) removed_of(slot).set(bit_of(slot));
+          marked = false;
+        }
         if (marked) {
           apply(staged_.data(), physical_.data(), take);
-          if (replaces) forget_removed(slots + done, take);  // before the log: whoever reads it looks at the bits
           log(slots + done, take, store_.header()->log_head.load(std::memory_order_relaxed));
         }
         applied = !sync || (marked && rows_synced(take));
@@ -57,13 +66,17 @@ class InPlaceWriter {
 
   // Enters changes in the log, for rows that are kept elsewhere.
   void note(const int64_t* slots, size_t n, bool replaces) {
-    if (replaces) forget_removed(slots, n);
+    if (replaces) forget_removed(removed_among(slots, n));
     log(slots, n, store_.header()->log_head.load(std::memory_order_relaxed));
   }
-  void forget_removed(const int64_t* slots, size_t n) {
-    const uint64_t rows = store_.lanes.capacity() * store_.lanes.envs();
+  std::vector<int64_t> removed_among(const int64_t* slots, size_t n) const {
+    std::vector<int64_t> removed;
     for (size_t i = 0; store_.lanes.removals() && i < n; ++i)
-      store_.lanes.removed(static_cast<uint64_t>(slots[i]) / rows).clear(static_cast<uint64_t>(slots[i]) % rows, 1);
+      if (removed_of(slots[i]).has(bit_of(slots[i]))) removed.push_back(slots[i]);
+    return removed;
+  }
+  void forget_removed(const std::vector<int64_t>& slots) const {
+    for (int64_t slot : slots) removed_of(slot).clear(bit_of(slot), 1);
   }
 
   bool interrupted() const {
@@ -82,6 +95,10 @@ class InPlaceWriter {
   }
 
  private:
+  uint64_t bit_of(int64_t slot) const { return static_cast<uint64_t>(slot) % (store_.lanes.capacity() * store_.lanes.envs()); }
+  RemovedRows<StdMemory> removed_of(int64_t slot) const {
+    return store_.lanes.removed(static_cast<uint64_t>(slot) / (store_.lanes.capacity() * store_.lanes.envs()));
+  }
   RedoHeader* redo_header() const { return reinterpret_cast<RedoHeader*>(store_.at(store_.geometry().redo_offset)); }
   uint32_t redo_crc(const uint64_t* entry, uint64_t rows) const {
     const RedoHeader* h = redo_header();
@@ -93,14 +110,15 @@ class InPlaceWriter {
     const StoreGeometry& s = store_.geometry();
     bool valid = false;
     RedoHeader* h = redo_header();
-    const uint64_t rows = h->rows, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
+    const bool replaces = h->rows & kRedoReplaces;
+    const uint64_t rows = h->rows & ~kRedoReplaces, most = (s.redo_bytes - sizeof(RedoHeader)) / (8 + s.row_stride);
     if (rows >= 1 && rows <= most && h->row_stride == s.row_stride) {
       // Copied, so that the checked bytes are the ones that are applied.
       std::vector<uint64_t> entry(rows * (8 + s.row_stride) / 8);
       std::memcpy(entry.data(), h + 1, entry.size() * 8);
       valid = h->crc == redo_crc(entry.data(), rows);
       for (uint64_t i = 0; i < rows; ++i) valid &= entry[i] < store_.slots();
-      if (valid) finish(entry, rows, h->log_head);
+      if (valid && !finish(entry, rows, h->log_head, replaces)) return on_disk = false, valid;
       // This changes flushed rows: if the mark were removed from the disk before the rows reached it, a power cut could tear
       // them.
       on_disk = !valid || store_.fd() < 0 || store_.synced(s.rows_offset, s.total_bytes - s.rows_offset);
@@ -109,10 +127,12 @@ class InPlaceWriter {
     h->state.store(0, std::memory_order_release);
     return valid;
   }
-  void finish(std::vector<uint64_t>& entry, uint64_t rows, uint64_t log_head) {
+  // False: the disk did not take the bits of removed rows, and nothing was changed.
+  bool finish(std::vector<uint64_t>& entry, uint64_t rows, uint64_t log_head, bool replaces) {
     const StoreGeometry& s = store_.geometry();
     auto* staged = reinterpret_cast<uint8_t*>(entry.data() + rows);
-    std::vector<int64_t> slots;
+    std::vector<int64_t> slots, changed;
+    std::vector<uint64_t> chosen;
     for (uint64_t i = 0; i < rows; ++i) {
       const uint64_t p = entry[i], env = p / s.lane_capacity % s.envs;
       const uint64_t time = p / (s.lane_capacity * s.envs) * s.lane_capacity + p % s.lane_capacity;
@@ -120,10 +140,16 @@ class InPlaceWriter {
       // After a power cut the entry may be older than the row; a newer row is kept.
       const Trailer mine = *reinterpret_cast<const Trailer*>(staged + (i + 1) * s.row_stride - sizeof(Trailer));
       if (store_.whole(p) && store_.trailer(store_.row(p))->sequence() > mine.sequence()) continue;
-      apply(staged + i * s.row_stride, &p, 1);
+      chosen.push_back(i), changed.push_back(slots.back());
     }
+    if (replaces && !planted(28)) {
+      forget_removed(changed);
+      if (store_.fd() >= 0 && !store_.removed_synced()) return false;
+    }
+    for (uint64_t i : chosen) apply(staged + i * s.row_stride, &entry[i], 1);
     // Only if these slots were not entered yet: other entries may follow them by now.
     if (store_.header()->log_head.load() < log_head) log(slots.data(), rows, log_head - rows);
+    return true;
   }
   // The number of rows that are changed at a time.
   size_t batch_rows() const {
@@ -180,9 +206,9 @@ class InPlaceWriter {
                          const_cast<uint8_t*>(leaf.array) + static_cast<ptrdiff_t>(first) * leaf.stride, leaf.stride});
     scatter_rows(rows, n, copies_.data(), copies_.size());
   }
-  void mark(size_t n) {
+  void mark(size_t n, bool replaces_removed) {
     RedoHeader* h = redo_header();
-    h->rows = n, h->row_stride = store_.geometry().row_stride;
+    h->rows = n | (replaces_removed ? kRedoReplaces : 0), h->row_stride = store_.geometry().row_stride;
     h->log_head = store_.header()->log_head.load(std::memory_order_relaxed) + n;
     auto* physical = reinterpret_cast<uint64_t*>(h + 1);
     std::memcpy(physical, physical_.data(), 8 * n);
@@ -385,19 +411,21 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
 
 // After a power cut a bit may be that of a row before the one that is in its slot, which was not flushed, or of one behind it, which
 // is lost. Rows that were flushed, and whose slot the header on the disk gives to no later row, have the bits that were set: that
-// header was on the disk before a bit of a later row was (`Store::sync_before_removing`). All others are left.
-inline void forget_doubtful_removals(Store& store, uint64_t l, const LaneScan& scan) {
-  if (!store.lanes.can_remove()) return;
+// header was on the disk before a bit of a later row was (`Store::sync_before_removing`). The bits of all others are cleared.
+// Returns whether there were some.
+inline bool forget_doubtful_removals(Store& store, uint64_t l, const LaneScan& scan) {
+  if (!store.lanes.can_remove()) return false;
   const LaneHeader& h = store.lanes.lane(l);
   const uint64_t capacity = store.lanes.capacity(), claimed = h.claimed.load();
   uint64_t from = std::max(scan.base, claimed > capacity ? claimed - capacity : 0), to = std::min(h.durable.load(), scan.published);
-  if (planted(20)) from = scan.base;
-  if (planted(21)) to = scan.published;
+  if (planted(22)) from = scan.base;
+  if (planted(23)) to = scan.published;
   const Lanes::Protocol lane = store.lanes.protocol(l);
-  const bool some = lane.removed.bits_set() > 0;  // whatever the count says
-  for (uint64_t w = scan.base; some && w < scan.base + capacity; ++w)
+  const uint64_t before = lane.removed.bits_set();  // whatever the count says
+  for (uint64_t w = scan.base; before && w < scan.base + capacity; ++w)
     if (w < from || w >= to) lane.clear_removed(w, 1);
   store.lanes.recount_removed(l);
+  return lane.removed.bits_set() != before;
 }
 
 // A kill in here does no harm: the next `open` scans again and finds the same block.
@@ -408,7 +436,6 @@ inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
     store.observations()->keep_tails(store.lanes.protocol(l), l, env, first, scan.newest_terms);
     store.observations()->forget_records_below(l, env, scan.base);
   }
-  forget_doubtful_removals(store, l, scan);
   store.set_seams(l, scan.base, scan.published, scan.seams.size(), [&](uint64_t i) { return scan.seams[i]; });
   h.claimed.store(scan.published), h.published.store(scan.published);
   h.base.store(scan.base);
@@ -416,6 +443,23 @@ inline void restore_lane(Store& store, uint64_t l, const LaneScan& scan) {
   h.border_looked.store(0);  // the sequences of dropped rows are used again
   store.lanes.forget_stints(l);  // whose words may be older or newer than the rows
   h.term.store(std::max(h.term.load(), scan.term) + 1);
+}
+
+// Finds the rows that survived a power cut, and shows them; returns how many time steps are lost.
+inline uint64_t recover(Store& store) {
+  if (store.observations()) store.observations()->forget_missing_segments();
+  store.header()->incarnation.fetch_add(2);  // by 2: an odd one would make a kill empty the store
+  std::vector<LaneScan> scans;
+  bool cleared = false;
+  for (uint64_t l = 0; l < store.geometry().lanes; ++l) {
+    scans.push_back(scan_lane(store, l));
+    cleared |= forget_doubtful_removals(store, l, scans.back());
+  }
+  // Before the counters change by which a second recovery would take these bits for those of the rows in their slots.
+  if (cleared && !planted(26) && store.fd() >= 0 && ::fsync(store.fd()) != 0) throw SyncFailed("which rows were removed");
+  uint64_t dropped = 0;
+  for (uint64_t l = 0; l < store.geometry().lanes; ++l) restore_lane(store, l, scans[l]), dropped += scans[l].dropped;
+  return dropped;
 }
 
 }  // namespace engram

@@ -500,7 +500,9 @@ class Store {
   // Before the bit of row w is set: that a power cut cannot leave the bit without the count of rows that says whose it is
   // (docs/memory-model.md, "Power loss").
   void sync_before_removing(uint64_t l, uint64_t w) {
-    if (!has_trailer()) return;
+    if (!has_trailer() || planted(24)) return;
+    const uint64_t incarnation = header()->incarnation.load();
+    if (std::exchange(counted_in_, incarnation) != incarnation) counted_on_disk_.clear();  // a load may count from fewer rows
     counted_on_disk_.resize(lanes.count());
     if (w < std::max(counted_on_disk_[l], lanes.lane(l).durable.load())) return;
     std::vector<uint64_t> published;
@@ -574,6 +576,8 @@ class Store {
     sync_failures_.fetch_add(1);
     return false;
   }
+  // The bits of removed rows, and their counts.
+  bool removed_synced() const { return synced(flow_offset(geometry()), flow_bytes(geometry())); }
   // Number of failed syncs in this process.
   uint64_t sync_failures() const { return sync_failures_.load(); }
   void count_sync_failure() const { sync_failures_.fetch_add(1); }
@@ -683,6 +687,7 @@ class Store {
   std::shared_ptr<Observations> observations_;
   uint64_t writer_ = 0, remover_ = 0;
   bool has_turn_ = false, has_written_ = false, removes_ = false;
+  uint64_t counted_in_ = 0;                // the incarnation in which they were counted
   std::vector<uint64_t> counted_on_disk_;  // of each lane: rows below this are counted by the header on the disk
   Stint stint_, *other_ = nullptr;
   StreamTable streams_;

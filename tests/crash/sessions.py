@@ -25,6 +25,7 @@ from engram.store.places import LaneCount
 
 MAPPED = 1 << 40  # a mark that says where the store is mapped
 NUMBERS, STRANDS = 10**6, 10**7
+Row = tuple[int, int, int]  # lane, number, environment
 
 
 def rows(numbers: Tensor, width: int) -> TensorDict:
@@ -67,7 +68,8 @@ class Sessions:
         )  # fmt: skip
         if storage.lanes is not None:
             tracer.mark(MAPPED, storage.lanes.store.memory().ctypes.data)
-            stores.watch(storage.lanes.store, (stores.CLAIMED, stores.ROW, stores.EDITS, stores.REDO))
+            watched = (stores.CLAIMED, stores.ROW, stores.REMOVED, stores.REDO)
+            stores.watch(storage.lanes.store, watched if "removes" in s else (*watched[:2], stores.EDITS, stores.REDO))
         return ReplayBuffer(storage=storage)
 
     def run(self, changes: int) -> None:
@@ -75,7 +77,9 @@ class Sessions:
         self.say({"opened": True})
         for _ in range(changes):
             what = self.random.random()
-            if what < 0.5:
+            if "removes" in self.shape and self.random.random() < 0.4:
+                self.remove(self.random.choice(users))
+            elif what < 0.5:
                 self.extend(self.random.choice(users))
             elif what < 0.65:
                 self.say({"flush": "begins"})
@@ -103,6 +107,21 @@ class Sessions:
         rb.extend(self.batch_of(torch.cat(numbers)))
         for lane in going:
             self.say({"extended": lane})
+
+    def remove(self, rb: Any) -> None:
+        lane, envs = self.random.randrange(self.shape["lanes"]), self.shape["envs"]
+        store, capacity = rb.storage.lanes.store, self.shape["capacity"]
+        state = rb.storage.lanes.states()[lane]
+        there = [(w, env) for w in range(state["first"], state["published"]) for env in range(envs)]
+        if not there:
+            return
+        new = there[-8:] if self.random.random() < 0.5 else there  # rows that no flush has seen
+        chosen = self.random.sample(new, min(len(new), self.random.choice((1, 2, 8))))
+        self.say({"remove": lane, "rows": chosen})
+        slots = torch.tensor([(w % capacity + lane * capacity) * envs + env for w, env in chosen])
+        with rb.storage.mutex:
+            rb.storage.lanes.remove(slots, store.generations(slots))
+        self.say({"removed": lane})
 
     def batch(self, first: int, n: int) -> TensorDict:
         return self.batch_of(torch.arange(first, first + n))
@@ -177,6 +196,10 @@ class Promise:
         self.durable: list[range] = [range(0) for _ in lanes]
         self._claimed = [0 for _ in lanes]
         self._doing: dict[str, Any] = {}
+        #: Rows (lane, number, environment) with the editions in which they may be removed, must be, and must be on the disk.
+        self.may_be: dict[Row, set[int]] = {}
+        self._removed: set[Row] = set()
+        self.removed: set[Row] = set()
 
     def hear(self, said: dict[str, Any]) -> None:
         if "extend" in said:
@@ -187,10 +210,21 @@ class Promise:
             self._claimed[lane] = first + n
             low = max(self.durable[lane].start, first + n - self.shape["capacity"])
             self.durable[lane] = range(low, max(low, self.durable[lane].stop))
+            for rows in (self._removed, self.removed):
+                rows -= {row for row in rows if row[0] == lane and row[1] < low}
         elif "edit" in said:
             for w in said["numbers"]:
                 self.ever[said["edit"]].setdefault(w, set()).add(said["edition"])
+                for env in range(self.shape["envs"]):  # it stays removed
+                    row = (said["edit"], w, env)
+                    if self.now[said["edit"]][w] & self.may_be.get(row, set()):
+                        self.may_be[row].add(said["edition"])
                 self.now[said["edit"]][w].add(said["edition"])
+        elif "remove" in said:
+            for w, env in said["rows"]:
+                self.may_be.setdefault((said["remove"], w, env), set()).update(self.now[said["remove"]][w])
+        elif "removed" in said:
+            self._removed |= {(said["removed"], w, env) for w, env in self._doing["rows"]}
         elif "extended" in said:
             self.published[said["extended"]] = self._claimed[said["extended"]]
         elif "edited" in said:
@@ -201,14 +235,21 @@ class Promise:
             for lane, published in enumerate(self.published):
                 low = max(self._floor[lane], self._claimed[lane] - self.shape["capacity"])
                 self.durable[lane] = range(low, max(low, published))
+            self.removed = {row for row in self._removed if row[1] in self.durable[row[0]]}
         elif "begins" in (said.get("empty"), said.get("loads")):
             self.durable = [range(0) for _ in self.durable]
+            self.removed, self._removed = set(), set()
         elif "done" in (said.get("empty"), said.get("loads")):
             self._look = True
         self._doing = said
 
-    def start(self, states: list[dict[str, Any]], found: list[dict[int, int]], durable: bool) -> None:
+    def start(
+        self, states: list[dict[str, Any]], found: list[dict[int, int]], durable: bool, removed: set[Row] = frozenset()
+    ) -> None:
         """The counters and rows of a store that was opened, or emptied, or loaded: they are what is there now."""
+        self._removed, self.removed = set(removed), set()
+        for lane, w, env in removed:
+            self.may_be.setdefault((lane, w, env), set()).add(found[lane][w])
         self._floor = [s["first"] for s in states]
         self.published = [s["published"] for s in states]
         self._claimed = [s["claimed"] for s in states]
@@ -247,6 +288,19 @@ def editions(rb: Any, shape: dict[str, int]) -> list[dict[int, int]]:
         assert torch.equal(n // NUMBERS % 10, torch.arange(shape["envs"]).expand_as(n)), "another strand's row"
         found[-1] = dict(zip(there.tolist(), (n[:, 0] // STRANDS).tolist(), strict=True))
     return found
+
+
+def removed_rows(rb: Any, shape: dict[str, int]) -> set[Row]:
+    """Lane, number and environment of the rows that are removed; their count is checked."""
+    store, rows, envs = rb.storage.lanes.store, set(), shape["envs"]
+    per_lane = shape["capacity"] * envs
+    hidden = store.removed(torch.arange(shape["lanes"] * per_lane)) or []
+    assert store.removed_rows == len(hidden), "the count of removed rows is not that of their bits"
+    generations = store.generations(torch.tensor(hidden, dtype=torch.int64)).tolist()
+    for slot, w in zip(hidden, generations, strict=True):
+        assert w >= 0, f"slot {slot} holds no row, and is removed"
+        rows.add((slot // per_lane, w, slot % envs))
+    return rows
 
 
 class PowerCuts:
@@ -294,20 +348,28 @@ class PowerCuts:
         self._lines = len(lines)
         if self.promise._look:
             self.promise._look = False
-            self.promise.start(*self._states(), durable=False)
+            states, found, removed = self._states()
+            self.promise.start(states, found, durable=False, removed=removed)
 
-    def _states(self) -> tuple[list[dict[str, Any]], list[dict[int, int]]]:
+    def _states(self) -> tuple[list[dict[str, Any]], list[dict[int, int]], set[Row]]:
         """Of the living store, read from a copy of its file."""
         rb = self._opened((self.root / "store" / "rows.engram").read_bytes(), self._generation)
-        states, found = rb.storage.lanes.states(), editions(rb, self.shape)
+        state = rb.storage.lanes.states(), editions(rb, self.shape), removed_rows(rb, self.shape)
         rb.storage.close()
-        return states, found
+        return state
 
     def check(self, image: bytes) -> None:
         rb = self._opened(image, self._generation + 1)
-        states, found = rb.storage.lanes.states(), editions(rb, self.shape)
+        states, found, removed = rb.storage.lanes.states(), editions(rb, self.shape), removed_rows(rb, self.shape)
         rb.storage.close()
         self.images += 1
+        for lane, w, env in removed:
+            edition, allowed = found[lane][w], self.promise.may_be.get((lane, w, env), set())
+            assert edition in allowed, f"row {w}, {env} of lane {lane} is hidden, and nobody removed it"
+        back = self.promise.removed - removed
+        assert not back, f"rows {sorted(back)[:5]} were removed and flushed, and are back"
+        self.rows["removed"] += len(removed)
+        self.rows["removed and flushed"] += len(self.promise.removed)
         for lane, there in enumerate(found):
             for w, edition in there.items():
                 assert edition in self.promise.ever[lane].get(w, ()), f"row {w} of lane {lane} was never that"
@@ -323,7 +385,8 @@ class PowerCuts:
         self.check(image)
         (self.root / "store" / "rows.engram").write_bytes(image)
         rb = self._opened(image, self._generation + 1)
-        self.promise.start(rb.storage.lanes.states(), editions(rb, self.shape), durable=False)
+        found, removed = editions(rb, self.shape), removed_rows(rb, self.shape)
+        self.promise.start(rb.storage.lanes.states(), found, durable=False, removed=removed)
         rb.storage.close()
 
     def _opened(self, image: bytes, generation: int) -> Any:

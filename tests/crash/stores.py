@@ -24,7 +24,7 @@ from engram.testing.helpers import numbers, of_numbers, steps
 CAPACITY = 24
 PIECE = CAPACITY // 8
 CLAIMED, PUBLISHED, BASE, INCARNATION, EDITS = 1024, 1024 + 64, 1024 + 128, 512, 576
-REDO, ROW = -1, -2  # the mark of the redo area, and the first bytes of a row: where they are depends on the layout
+REDO, ROW, REMOVED = -1, -2, -3  # the mark of the redo area, a row, a count of removed rows: their places differ
 
 Rows = list[int]
 
@@ -133,9 +133,14 @@ def prepare(root: Path) -> None:
     rb.dumps(root / "saved")
 
 
+def _seams_bytes(store: Any) -> int:
+    return int.from_bytes(bytes(store.memory()[200:208]), "little")
+
+
 def watch(store: Any, offsets: tuple[int, ...]) -> None:
     memory = store.memory()
     places = {REDO: _native.testing.redo_offset(store), ROW: store.rows_offset + 7 * store.row_stride}
+    places[REMOVED] = 1024 + store.lanes * (512 + _seams_bytes(store)) + 16  # of the first lane
     for slot, offset in enumerate(offsets):
         tracer.watch(slot, memory.ctypes.data + places.get(offset, offset))
 

@@ -28,6 +28,8 @@ STORE = "store"  # a mapped store's own file
 BEST_STORE = "store-max-value"  # one whose rows carry their own sequences
 COMPACT_STORE = "store-compact"  # one that keeps observations once, with as many tails as a piece has rows, and 3
 
+REMOVED_STORE = "store-removed"  # one with removed rows, in two lanes
+
 
 def make(name: str, recipe: Recipe, folder: Path) -> None:
     whole, rows.CHUNK_BYTES = rows.CHUNK_BYTES, recipe.chunk_bytes
@@ -88,6 +90,20 @@ def make_compact_store(folder: Path) -> None:
     keep(folder, expected)
 
 
+def make_removed_store(folder: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        rb = ReplayBuffer(storage=LazyMemmapStorage(12, scratch_dir=scratch, lanes=2))
+        rb.extend(steps(0, 10).select("obs", "action", "next"))
+        rb.remove(torch.tensor([1, 2, 5, 7]))
+        rb.extend(steps(10, 6).select("obs", "action", "next"))
+        rb.remove(torch.tensor([0]))
+        expected = observed(rb, 8) | {"removed": rb.storage.is_removed(torch.arange(12)).numpy()}
+        rb.storage.close()
+        packed = gzip.compress((Path(scratch) / FILE_NAME).read_bytes(), mtime=0)  # mostly zeros
+        (folder / f"{FILE_NAME}.gz").write_bytes(packed)
+    keep(folder, expected)
+
+
 def keep(folder: Path, expected: Arrays, name: str = "expected.npz") -> None:
     write(folder / name, expected)
 
@@ -99,7 +115,7 @@ def main() -> None:
     asked = parser.parse_args()
     makers = {name: lambda folder, name=name: make(name, RECIPES[name], folder) for name in RECIPES}
     makers |= {INCREMENTAL: make_incremental, STORE: make_store, BEST_STORE: make_best_store}
-    makers |= {COMPACT_STORE: make_compact_store}
+    makers |= {COMPACT_STORE: make_compact_store, REMOVED_STORE: make_removed_store}
     for name in asked.names or makers:
         folder = DATA / name
         if folder.exists() and not asked.force:

@@ -307,6 +307,15 @@ def with_exceptions(rb: Any) -> Any:
     return rb
 
 
+def some_removed(rb: Any) -> Any:
+    """More rows than there is room for, of which some were removed: some of these are overwritten, others stay."""
+    rb.extend(steps(0, CAPACITY))
+    rb.remove(torch.tensor([0, 1, 17, 18, CAPACITY - 1]))
+    rb.extend(steps(CAPACITY, 10))
+    rb.remove(torch.tensor([5, 9]))
+    return rb
+
+
 def few(rb: Any) -> Any:
     rb.extend(steps(0, 20, exceptions=True))
     return rb
@@ -333,6 +342,7 @@ RECIPES: dict[str, Recipe] = {
         lambda: ReplayBuffer(storage=LazyTensorStorage(60, ndim=2, compact=Compact("pixels", 3, 3))),
         wide_stacks, more=lambda rb: wide_stacks(rb, 30, 4), chunk_bytes=100,
     ),
+    "rows-removed": Recipe(plain(), some_removed, more=ten_more),
     "flat": Recipe(kept_as(FlatStorageCheckpointer), with_exceptions, more=ten_more, chunk_bytes=2000),
     "flat-wide": Recipe(kept_as(FlatStorageCheckpointer, ndim=2), fill_wide, more=wide_more, chunk_bytes=3000),
     "nested": Recipe(kept_as(NestedStorageCheckpointer), with_exceptions, more=ten_more, chunk_bytes=2000),

@@ -31,10 +31,10 @@ from engram.data import (
 )
 from engram.store.header import FILE_NAME
 from engram.transforms.base import Transform
-from golden.make import BEST_STORE, COMPACT_STORE, DATA, INCREMENTAL, STORE
+from golden.make import BEST_STORE, COMPACT_STORE, DATA, INCREMENTAL, REMOVED_STORE, STORE
 from golden.observed import observed, read, unlike
 from golden.recipes import CAPACITY, RECIPES
-from golden.steps import stacks
+from golden.steps import stacks, steps
 
 # Those whose `state_dict` is there to be overridden, or always empty.
 NO_STATE = {"Compose", "Reward2GoTransform", "Transform"}
@@ -115,6 +115,33 @@ def test_a_mapped_store_whose_rows_carry_their_sequences_is_opened_as_it_was_lef
     replaced = rb.extend(rb[:1].apply(lambda t: t + 100 if t.is_floating_point() else t))
     assert rb.storage.lanes.generations(torch.arange(8))[replaced] > before.max()
     rb.storage.close()
+
+
+def test_a_mapped_store_with_removed_rows_is_opened_as_it_was_left(tmp_path: Path) -> None:
+    packed = (DATA / REMOVED_STORE / f"{FILE_NAME}.gz").read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(gzip.decompress(packed))
+    rb = ReplayBuffer.open(tmp_path)
+    found, before = observed(rb, 8), expected(REMOVED_STORE)
+    gone = torch.from_numpy(before.pop("removed"))
+    assert found.pop("held counts")[:2].tolist() == before.pop("held counts")[:2].tolist()  # as above
+    assert unlike(found, before) == []
+    assert torch.equal(rb.storage.is_removed(torch.arange(12)), gone) and rb.stats().removed == int(gone.sum()) > 1
+    drawn = rb.sample(500, return_info=True)[1]["index"].unique()
+    assert torch.equal(drawn, torch.arange(12)[~gone])
+    rb.extend(steps(40, 12).select("obs", "action", "next"))
+    assert rb.stats().removed == 0
+    rb.storage.close()
+
+
+def test_a_checkpoint_with_removed_rows_gives_them_back_as_removed() -> None:
+    rb = RECIPES["rows-removed"].fresh()
+    rb.loads(DATA / "rows-removed" / "checkpoint")
+    n = rb.sample(500)["obs"][:, 0]
+    for w in (17, 18, CAPACITY - 1, CAPACITY + 5, CAPACITY + 9):
+        assert not (n == w / 8).any()
+    assert rb.stats().removed == 5
+    rb.extend(steps(2 * CAPACITY, CAPACITY))
+    assert rb.stats().removed == 0
 
 
 def test_a_mapped_store_with_observations_stored_once_is_opened_as_it_was_left(tmp_path: Path) -> None:
@@ -205,4 +232,5 @@ def test_there_is_a_golden_file_for_each_recipe_and_a_recipe_for_each_golden_fil
         STORE,
         BEST_STORE,
         COMPACT_STORE,
+        REMOVED_STORE,
     }

@@ -527,7 +527,8 @@ class StoreSession:
                 self.store.finish_interrupted()
         # Without boot ids nothing says that the machine has not stopped since: the rows are scanned.
         if self._machine_stopped(clean, boot, unless_known=True):
-            self.dropped = self.store.recover()
+            with self._disk_errors("which rows were removed"):
+                self.dropped = self.store.recover()
             note_node(self.store, boot_id())  # opened again in this boot, it is not scanned again
 
 
