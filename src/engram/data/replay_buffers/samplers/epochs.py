@@ -200,7 +200,7 @@ def no_lanes() -> None:
 
 
 def _part(lanes: Lanes, epoch: dict[str, Any], share: Callable[[int], Any]) -> tuple[int, int]:
-    """The positions of an epoch that begins from and up to which rows are drawn, so that parts are equally many rows."""
+    """The positions of an epoch that begins from and up to which rows are drawn; all parts are equally many rows."""
     store, ranges = lanes.store, [(first, max(0, n)) for first, n in epoch["ranges"]]
     rows, removed = sum(n for _, n in ranges) * lanes.envs, store.removed_rows
     begin, stop = share(max(0, rows - removed))
