@@ -24,6 +24,7 @@ from engram.data import (
     NestedStorageCheckpointer,
     ReplayBuffer,
     ReplayBufferEnsemble,
+    StorageCheckpointerBase,
     TensorDictPrioritizedReplayBuffer,
     TensorDictReplayBuffer,
     TensorDictRoundRobinWriter,
@@ -224,6 +225,31 @@ def test_a_save_in_the_background_has_the_rows_that_were_removed_when_it_began(t
     save.result()
     twin = engram.load(tmp_path / "saved")
     assert twin.stats().removed == 4 and set(numbers(twin.sample())) <= set(LEFT)
+
+
+class OneFile(StorageCheckpointerBase):
+    """A user's own, which fills the storage step by step."""
+
+    def dumps(self, storage, path):
+        torch.save(storage[:].clone(), path)
+
+    def loads(self, storage, path):
+        rows = torch.load(path, weights_only=False)
+        storage.set(range(len(rows)), rows)
+
+
+@each("steps_written", [12, 23])
+def test_a_checkpointer_that_fills_step_by_step_keeps_which_rows_were_removed(steps_written, tmp_path):
+    rb = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=400)
+    rb.extend(steps(0, steps_written))
+    rb.remove([3, 4, 9])
+    left = set(numbers(rb.sample()))
+    twin = ReplayBuffer(storage=LazyTensorStorage(CAPACITY), batch_size=400)
+    rb.storage.checkpointer, twin.storage.checkpointer = OneFile(), OneFile()
+    rb.dumps(tmp_path / "saved")
+    assert features(tmp_path / "saved") == ["removed"]
+    twin.loads(tmp_path / "saved")
+    assert twin.stats().removed == 3 and set(numbers(twin.sample())) == left
 
 
 def bits(*flags, first=3):
