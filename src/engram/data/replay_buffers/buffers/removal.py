@@ -143,6 +143,12 @@ def _named(storage: Storage, lanes: Lanes, index: Any) -> Tensor:
         return select(lanes.store, index, storage.env_shape).slots
     if any(part.dtype == torch.bool or part.is_floating_point() or part.is_complex() for part in parts):
         raise IndexError(f"indices must be integers, found {[part.dtype for part in parts]}; nothing was removed")
+    dims = 1 + len(storage.env_shape)
+    if dims > 1 and (len(parts) != dims if isinstance(index, tuple) else parts[0].shape[-1:] != (dims,)):
+        raise IndexError(
+            f"steps of several environments are named by a tuple (time, {', '.join(['env'] * (dims - 1))}) of indices, "
+            f"or [n, {dims}], got {index!r:.80}; nothing was removed"
+        )
     slots = to_slots(tuple(parts) if isinstance(index, tuple) else parts[0], storage.env_shape, storage.max_size or 0)
     outside = slots[(slots < -1) | (slots >= lanes.capacity)]
     if len(outside):

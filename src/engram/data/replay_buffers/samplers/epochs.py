@@ -199,6 +199,17 @@ def no_lanes() -> None:
     """Where there are none yet."""
 
 
+def _part(lanes: Lanes, epoch: dict[str, Any], share: Callable[[int], Any]) -> tuple[int, int]:
+    """The positions of an epoch that begins from and up to which rows are drawn; all parts are equally many rows."""
+    store, ranges = lanes.store, [(first, max(0, n)) for first, n in epoch["ranges"]]
+    rows, removed = sum(n for _, n in ranges) * lanes.envs, store.removed_rows
+    begin, stop = share(max(0, rows - removed))
+    if not removed:
+        return begin, stop
+    walk = _native.EpochWalk(store, epoch["key"], bool(epoch["key"]), ranges, epoch["ring"])
+    return tuple(walk.take(store, 0, left)[1] if left else 0 for left in (begin, stop))  # type: ignore[return-value]
+
+
 class RowEpochs(Epochs):
     """Epochs of rows: `ranges` of sequences, one a lane, or `listed` ones.
 
@@ -221,7 +232,8 @@ class RowEpochs(Epochs):
 
         Args:
             key: gives what its permutation is made from.
-            share: from the number of rows, the positions from and up to which rows are drawn; None: all are.
+            share: from the number of rows that are left, the part of them that is drawn: from and up to the how-manieth
+                in the epoch's order; None: all are.
         """
         if self._is_loaded:
             self.find_loaded(storage, lanes.store)
@@ -234,7 +246,7 @@ class RowEpochs(Epochs):
                 "incarnation": lanes.store.incarnation, "ring": lanes.store.lane_capacity, "moved": [0] * len(existing),
             }  # fmt: skip
             if share is not None:
-                epoch["position"], epoch["stop"] = share(sum(max(0, n) for _, n in existing) * lanes.envs)
+                epoch["position"], epoch["stop"] = _part(lanes, epoch, share)
             self.number += 1
             self._begin(epoch)
         if self.walk is None:
