@@ -16,12 +16,10 @@ from engram.cli.pixels import image_grid, is_image, no_images, png_of
 from engram.cli.sources import open_rows
 from engram.data import Storage
 from engram.errors import StorageInUseError
-from engram.kernel.rows import removed_steps
 from engram.kernel.tools import user_path
 from engram.pytree import describe, to_tensor
 
 _TRIES = 100  # beside a writer
-_STEPS_AT_ONCE = 1 << 14  # of which is looked which were removed
 
 
 class RowsShown(NamedTuple):
@@ -153,20 +151,10 @@ def _oldest_first(storage: Storage, n: int) -> Tensor:
     lanes = storage.lanes
     if lanes is None:
         return torch.empty(0, dtype=torch.int64, device="cpu")
-    slots, store, envs = list[int](), lanes.store, lanes.envs
+    slots, capacity, envs = [], lanes.store.lane_capacity, lanes.envs
     for lane, state in enumerate(lanes.states()):
-        begin = state["first"]
-        while begin < state["published"] and len(slots) < n:  # of many removed rows some blocks may have none left
-            steps = range(begin, min(state["published"], begin + max(n, _STEPS_AT_ONCE)))
-            gone, begin = removed_steps(store, lane, steps), steps.stop
-            slots += [
-                (lane * store.lane_capacity + step % store.lane_capacity) * envs + env
-                for i, step in enumerate(steps[:n] if gone is None else steps)
-                for env in range(envs)
-                if gone is None or not gone[i, env]
-            ]
-            if gone is None:
-                break
+        steps = range(state["first"], min(state["published"], state["first"] + n))
+        slots += [(lane * capacity + step % capacity) * envs + env for step in steps for env in range(envs)]
     return torch.tensor(slots[:n], dtype=torch.int64, device="cpu")
 
 

@@ -38,7 +38,6 @@ from engram.store.indexing import check_stored, from_slots, stored_slots, to_slo
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
-from engram.store.removed import remove_at
 from engram.store.rows import Checked, Rows
 from engram.store.table import Table
 
@@ -249,8 +248,9 @@ class Storage(MadeFromParts):
         lanes = self.lanes
         removed = None if lanes is None else lanes.store.removed(stored_slots(lanes.store))
         flat = self._of_data(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
-        if removed:
-            remove_at(flat, torch.tensor(removed, device="cpu"), None)
+        if removed and flat.lanes is not None:
+            slots = torch.tensor(removed, device="cpu")
+            flat.lanes.remove(slots, flat.lanes.store.generations(slots))
         return flat
 
     @property
