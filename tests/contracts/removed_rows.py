@@ -92,7 +92,7 @@ PLACES: dict[str, Place] = {
 
 def places() -> dict[str, Place]:
     """All storages that can be written to: one of each registered class, made with a capacity, and other settings."""
-    classes = {cls.__name__: cls for cls in subclasses(Storage)}
+    classes = {cls.__name__: cls for cls in sorted(subclasses(Storage), key=lambda cls: cls.__name__)}
     # The class of read-only storages is what `open` makes; members of an ensemble are storages themselves.
     for special in ("TableStorage", "ObservedMemmapStorage", StorageEnsemble.__name__):
         classes.pop(special, None)
@@ -191,7 +191,7 @@ def fronts() -> dict[str, Callable[..., ReplayBuffer]]:
     """How to make a buffer of each registered class that takes parts."""
     return {
         cls.__name__: cls
-        for cls in (ReplayBuffer, *subclasses(ReplayBuffer))
+        for cls in (ReplayBuffer, *sorted(subclasses(ReplayBuffer), key=lambda cls: cls.__name__))
         if not issubclass(cls, ReplayBufferEnsemble)
     }
 
