@@ -148,15 +148,23 @@ class Episodes {
   void redraw_removed(const Store& store, const SliceRule& rule, uint64_t seed, std::vector<Slice>& slices) {
     EligibleTrajectories& all = eligible(rule);
     uint64_t drawn = 2 * slices.size();  // random numbers of this seed
+    std::optional<SlicesLeft> listed;
     for (Slice& slice : slices)
       for (int tries = 0; has_removed(store.lanes, slice); ++tries) {
-        if (tries == kTries) throw_removed(1 - all.left(store.lanes, index_, rule) / static_cast<double>(all.total()));
+        if (tries == kTries) {  // of so few all are listed
+          if (!listed) listed.emplace(store.lanes, index_, all, rule);
+          if (!listed->any()) throw_all_removed();
+          slice = listed->draw(random_at(seed, drawn), random_at(seed, drawn + 1));
+          drawn += 2;
+          break;
+        }
         const uint64_t which = below(random_at(seed, drawn), all.total()), window = random_at(seed, drawn + 1);
         slice = rule.by_window ? all.window(index_, rule, which) : draw_slice(rule, all.at(index_, which), window);
         drawn += 2;
       }
   }
-  static constexpr int kTries = 1000;  // to draw a slice without removed rows
+  static constexpr int kTries = 100;        // to draw a slice without removed rows, before all are listed
+  static constexpr int kStartTries = 1000;  // to draw one by the priority of its start
   [[noreturn]] static void throw_all_removed() {
     throw std::runtime_error("every slice that can be drawn has rows that were removed; use shorter slices, or store more rows");
   }
@@ -166,7 +174,7 @@ class Episodes {
     char percent[32];
     std::snprintf(percent, sizeof percent, "%.4g", 100 * share);
     throw std::runtime_error(std::string(percent) + " % of the slices that could be drawn have rows that were removed, and " +
-                             std::to_string(kTries) + " draws found none without; use shorter slices, or store more rows");
+                             std::to_string(kStartTries) + " draws found none without; use shorter slices, or store more rows");
   }
   // Calls `use` with the updated index and an empty batch of slices.
   template <typename Use>

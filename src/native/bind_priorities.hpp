@@ -298,7 +298,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
       const uint64_t ahead = sequence == t.start && rule.before ? below(random_at(mix64(first), i), rule.before + 1) : 0;
       const Slice slice = slice_of(rule, t, static_cast<int64_t>(sequence) - static_cast<int64_t>(ahead));
       if (some_removed && has_removed(store.lanes, slice)) {
-        if (++again % Episodes::kTries == 0 && again >= Episodes::kTries * (i + 1))
+        if (++again % Episodes::kStartTries == 0 && again >= Episodes::kStartTries * (i + 1))
           Episodes::throw_removed(static_cast<double>(again) / static_cast<double>(again + i + 1));
         self.draw(mix64(first ^ mix64(again)), &slots[i], &leaves[i], 1);
         continue;

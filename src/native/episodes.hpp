@@ -540,6 +540,46 @@ class EligibleTrajectories {
   uint64_t left_version_ = 0, left_removals_ = 0;
 };
 
+// The windows of all trajectories whose rows are all left, to draw one as likely as by drawing again until it has no removed row.
+class SlicesLeft {
+ public:
+  SlicesLeft(const Lanes& lanes, const EpisodeIndex& index, const EligibleTrajectories& all, const SliceRule& rule) : rule_(rule) {
+    for (uint64_t k = 0; k < index.envs(); ++k)
+      for (uint64_t i = 0; i < all.count(k); ++i) {
+        const Trajectory t = all.at(index, k, i);
+        auto windows = windows_left(lanes, rule, t);
+        const auto some = static_cast<double>(number_of(windows));
+        if (some == 0) continue;
+        const auto [low, high] = windows_of(rule, t);
+        total_ += rule.by_window ? some : some / static_cast<double>(high - low + 1);
+        parts_.push_back({t, std::move(windows), total_});
+      }
+  }
+  bool any() const { return !parts_.empty(); }
+  Slice draw(uint64_t which, uint64_t window) const {
+    const double at = static_cast<double>(which >> 11) * 0x1p-53 * total_;
+    const auto behind = std::upper_bound(parts_.begin(), parts_.end(), at, [](double x, const Part& part) { return x < part.end; });
+    const Part& part = behind == parts_.end() ? parts_.back() : *behind;  // only rounding gives the total itself
+    uint64_t i = below(window, number_of(part.windows));
+    for (const auto& [first, last] : part.windows) {
+      const auto here = static_cast<uint64_t>(last - first + 1);
+      if (i < here) return slice_of(rule_, part.trajectory, first + static_cast<int64_t>(i));
+      i -= here;
+    }
+    return slice_of(rule_, part.trajectory, part.windows.back().second);
+  }
+
+ private:
+  struct Part {
+    Trajectory trajectory;
+    std::vector<std::pair<int64_t, int64_t>> windows;
+    double end;  // the sum of the weights up to this one
+  };
+  SliceRule rule_;
+  std::vector<Part> parts_;
+  double total_ = 0;
+};
+
 // The last window with as many rows of a trajectory as any has.
 inline Slice last_slice(const SliceRule& rule, const Trajectory& t) {
   const auto [low, high] = windows_of(rule, t);

@@ -380,7 +380,7 @@ def _form_of(saved: dict[str, Any]) -> str:
 def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
     if "members" in state:  # an ensemble
         members = [_of_saved_rows(described, member["state"]) for member in state["members"]]
-        rows, removed = (sum(getattr(one, name) or 0 for one in members) for name in ("rows", "removed"))
+        rows, removed = sum(one.rows or 0 for one in members), sum(one.removed or 0 for one in members)
         note = f"an ensemble of {len(members)} members with {', '.join(str(m.rows) for m in members)} rows"
         return _noting(replace(described, rows=rows, removed=removed), note)
     if "counters" not in state:
