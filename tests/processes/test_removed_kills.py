@@ -1,4 +1,4 @@
-"""Processes that write and remove are killed at any instruction: no removed row is drawn, and no other one is hidden."""
+"""Processes that write and remove are killed at any instruction: no removed row is drawn, no other one is hidden."""
 
 from __future__ import annotations
 

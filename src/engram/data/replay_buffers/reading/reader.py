@@ -241,8 +241,8 @@ class Member:
         None: all rows of the storage have been replaced by others since they were drawn.
         """
         storage, lanes = self.storage, self.storage.lanes
-        # Whatever a sampler draws, no batch has a removed row. Looked at before the rows are read: afterwards the bit of a
-        # row that was removed and read may have been cleared by whoever replaces it (docs/memory-model.md).
+        # Whatever a sampler draws, no batch has a removed row. It looks before the rows are read: afterwards the bit of
+        # a removed row that was read may have been cleared by whoever replaces it (docs/memory-model.md).
         removed = lanes.store.removed(draw.slots) if lanes is not None and lanes.store.removals else None
         # Positional: the hot path.
         items = self._items
