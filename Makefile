@@ -37,6 +37,8 @@ help:
 	@echo "make mutation-score  some 300 random mutants, each against the tests that reach it (two hours; see tests/mutation/score.py)"
 	@echo "make test-long  the long tests;  make test-native-sanitized  the native core under sanitizers"
 	@echo "make oldest     short scenes with the lower bounds of pyproject.toml;  make newest: with constraints-newest.txt (a minute)"
+	@echo "make other-pythons  the scenes and the tests with Python 3.10, 3.12 and 3.13, and with torch 2.6 and 2.9 (an hour and a half;"
+	@echo "                5 to 8 GB of disk while it runs; ONLY=3.12 or ONLY=2.6.0: this Python or torch)"
 	@echo "make newest-versions  writes constraints-newest.txt by what is newest today;  make oldest-versions: by pyproject.toml"
 	@echo "make wheels     dist/: an sdist, and from it wheels for the Pythons here (three minutes);  make wheel-test tries them"
 	@echo "make test-aarch64  the native core's tests under qemu (minutes; qemu-user, g++-aarch64-linux-gnu)"
@@ -99,12 +101,22 @@ $(VERSIONS): %: .venv-%/.engram
 $(VERSIONS:%=%-versions): %-versions:
 	$(PYTHON) packaging/versions.py $*
 
+# ONLY="3.12 2.6.0": the runs with this Python and those with this torch; PARTS="scenes quick": no others. `exec`: a signal that
+# ends make must reach the program, which then removes its environment.
+.PHONY: other-pythons
+other-pythons:
+	WORKERS=$(WORKERS) exec $(PYTHON) packaging/other_pythons.py $(ONLY) $(if $(PARTS),--parts $(PARTS))
+
 # With a checkout that is built in place, that; else with the wheel, where one fits; else it is built.
 demo: $(if $(and $(FRESH_WHEEL),$(if $(wildcard $(VENV)/.engram),,yes)),$(VENV)/.wheel,$(VENV)/.engram)
 	@$(VENV)/bin/python examples/dqn_cartpole.py
 
 test: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)
+	$(IN_MEMORY) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not deep" $(PYTEST)
+
+# The folders of tests lie in memory where it has room: a sync to a disk takes longer than most tests. CI has them on a disk.
+IN_MEMORY := $(shell [ "$$(df --output=avail /dev/shm 2>/dev/null | tail -n 1)" -gt 4000000 ] 2>/dev/null && \
+  echo PYTEST_DEBUG_TEMPROOT=/dev/shm)
 
 test-deep: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "deep and not long" $(PYTEST)
@@ -145,8 +157,11 @@ test-search: $(VENV)/.engram $(VENV)/.dev
 walls: $(VENV)/.engram
 	$(VENV)/bin/python tests/walls.py
 
+# What they say of all sources is deep.
+OF_SOURCES := tests/test_default_device.py tests/test_user_paths.py tests/data/checkpointers/test_no_code_runs.py
+
 check: static
-	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py
+	$(VENV)/bin/python -m pytest -q tests/test_layering.py tests/native/test_stubs.py $(OF_SOURCES)
 
 static: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m ruff check src tests benchmarks examples packaging

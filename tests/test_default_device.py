@@ -114,6 +114,7 @@ def calls_without_device(file: Path) -> Iterator[str]:
             yield f"{file.relative_to(SOURCES)}:{node.lineno}: torch.{node.func.attr}"
 
 
+@pytest.mark.deep
 def test_every_tensor_that_the_library_makes_is_told_its_device() -> None:
     files = [file for file in SOURCES.rglob("*.py") if "testing" not in file.parts]
     found = [call for file in files for call in calls_without_device(file)]

@@ -36,6 +36,24 @@ def test_a_build_on_another_system_says_so_before_it_compiles(tmp_path):
     assert done.returncode != 0 and "engram runs on Linux, and this is Darwin: use WSL 2" in said
 
 
+@pytest.mark.skipif(not all(map(shutil.which, ("cmake", "ninja"))), reason="the build needs cmake and ninja")
+def test_a_build_without_a_compiler_ends_with_what_to_install(tmp_path):
+    """What pip shows of a build is what its backend prints."""
+    for tool in ("cmake", "ninja"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    settings = {"build-dir": str(tmp_path / "build")}
+    code = f"from scikit_build_core.build import build_wheel; build_wheel({str(tmp_path)!r}, {settings!r})"
+    bare = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX")} | {"PATH": str(tmp_path)}
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, **both)
+    said, end = " ".join(done.stdout.split()).split(" *** CMake configuration failed ")
+    assert done.returncode == 1 and "no C++ compiler was found: install one, or name one by" in said
+    assert end.startswith("engram could not be built here. That needs a C++20 compiler (Debian, Ubuntu: apt-get")
+    assert end.endswith(
+        "A wheel needs none: `make wheels`, in a clone on a machine with a compiler, puts wheels into dist/."
+    )
+
+
 def test_shared_memory_works_in_a_python_that_was_built_for_an_older_linux(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     fd = memory_file("tried")
@@ -79,6 +97,13 @@ def test_no_page_and_no_setting_of_the_build_promises_another_system():
 @each("line", ["tested on macOS", "macos: arm64", "Operating System :: MacOS", "on Windows, too", "darwin"])
 def test_a_promise_of_another_system_is_noticed(line):
     assert OTHERS.search(line)
+
+
+def test_no_source_has_a_branch_for_another_system():
+    branch = re.compile(r"_WIN32|__APPLE__|_MSC_VER|__linux__|sys\.platform|platform\.system\(|os\.name\b")
+    files = [*(ROOT / "src" / "native").glob("*.[hc]pp"), *(ROOT / "src" / "engram").rglob("*.py")]
+    found = {path.relative_to(ROOT / "src") for path in files if branch.search(path.read_text())}
+    assert found == {Path("engram/__init__.py")}, "only the import asks for the system"
 
 
 def test_the_classifiers_of_systems_are_linux():

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contracts.tiers import in_ci, in_tiers, in_turns
+from contracts.tiers import in_ci, in_quick, in_tiers, in_turns
 
 TESTS = Path(__file__).parent
 
@@ -148,6 +148,12 @@ def test_what_is_not_kept_in_ci_is_long():
     assert all(case.marks[0].name == "long" for case in cases if case != ("b", 1))
     with pytest.raises(AssertionError, match="are not among"):
         in_ci(["a"], ["b"])
+
+
+def test_what_is_not_kept_quick_is_deep():
+    cases = in_quick(["a", ("b", 1), "c"], [("b", 1)])
+    assert rows_in_ci(cases) == [("b", 1)] and [case.values for case in cases if case != ("b", 1)] == [("a",), ("c",)]
+    assert all(case.marks[0].name == "deep" for case in cases if case != ("b", 1))
 
 
 def test_values_that_take_turns_are_each_in_ci():

@@ -90,6 +90,7 @@ def is_checked(argument: ast.expr) -> bool:
     return ast.unparse(name).split(".")[-1] in CHECKED
 
 
+@pytest.mark.deep
 def test_no_file_of_a_user_is_opened_unchecked():
     found = set()
     for file in sorted(ROOT.rglob("*.py")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -55,8 +56,17 @@ def test_page_and_readme_name_the_versions_that_are_tried():
     for name in bounds().keys() - ELSEWHERE:
         versions = [column.get(name, "any") for column in columns]
         assert f"| {name} | {versions[0]} | {versions[1]} | {versions[2]} |" in page, (name, versions)
-    for name in ELSEWHERE:
+    for name in ELSEWHERE - {"torch"}:
         assert f"- {name} {bounds()[name]}" in page, name
     for name in ("tensordict", "numpy"):
         assert f"{name} {columns[0][name]} and {columns[2][name]}" in readme, name
     assert f"torch {columns[1]['torch']}" in readme
+
+
+def test_every_run_with_another_python_or_torch_is_in_the_page(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "packaging"))
+    runs = importlib.import_module("other_pythons").RUNS
+    page = (ROOT / "docs/versions.md").read_text()
+    for run in runs:
+        assert f"| {run.python} | {run.torch} | " in page, run
+    assert any(run.torch.startswith(f"{bounds()['torch']}.") for run in runs)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from benchmarks.programs import dqn, pixel_dqn, ppo, sac
 
+from contracts.tiers import in_quick
+
 
 @pytest.fixture(autouse=True)
 def one_thread():
@@ -96,7 +98,10 @@ DQN = dqn.Settings(frames=320, learning_starts=64, capacity=200, batch_size=32, 
 
 @pytest.mark.parametrize(
     "settings",
-    [DQN, replace(DQN, frames_per_batch=16, updates_per_batch=16), replace(DQN, frames_per_batch=4)],
+    in_quick(
+        [DQN, replace(DQN, frames_per_batch=16, updates_per_batch=16), replace(DQN, frames_per_batch=4)],
+        [replace(DQN, frames_per_batch=4)],
+    ),
     ids=["an update each step", "16 updates every 16 steps", "an update every 4 steps"],
 )
 def test_dqn_by_hand_stores_the_same_rows_and_learns_the_same_weights_from_the_slots_that_engram_drew(settings):
@@ -111,6 +116,7 @@ def test_dqn_by_hand_stores_the_same_rows_and_learns_the_same_weights_from_the_s
     assert_changed(ours.learner.q, before)
 
 
+@pytest.mark.deep
 def test_pixel_dqn_by_hand_learns_the_same_weights_from_the_slots_that_engram_drew():
     settings = pixel_dqn.Settings(frames=120, learning_starts=60, batch_size=8, capacity=200)
     ours = pixel_dqn.Engram(settings)
@@ -124,6 +130,7 @@ def test_pixel_dqn_by_hand_learns_the_same_weights_from_the_slots_that_engram_dr
     assert_changed(ours.learner.q, before)
 
 
+@pytest.mark.deep
 def test_sac_by_hand_stores_the_same_rows_and_learns_the_same_weights_from_the_slots_that_engram_drew():
     settings = sac.Settings(frames=260, random_frames=150, batch_size=32, width=32)
     ours = sac.Engram(settings)

@@ -98,14 +98,17 @@ class SeedSource {
     static PyObject* seed = PyUnicode_InternFromString("_seed");
     static PyObject* generator = PyUnicode_InternFromString("_generator");
     static PyObject* random = PyUnicode_InternFromString("random_");
-    static PyObject* names = Py_BuildValue("(s)", "generator");
+    static PyObject* keyword = nullptr;
+    PyObject* const names = made_once(keyword, [] { return nb::steal(Py_BuildValue("(s)", "generator")); });
     const nb::object from = attribute(sampler_, generator);
     if (CounterGenerator* own = nullptr; !from.is_none() && nb::try_cast(from, own)) return next_seed(*own);
     const nb::object out = attribute(sampler_, seed);
     const HeldLock held(lock_);
-    const nb::object drawn = call_method(out.ptr(), random, from.ptr(), names);
-    const SlotsArg value(drawn);
+    // Before the draw: to find the memory may run Python code (older torches), and a finaliser that samples there would
+    // put its own seed in place of this one, so that both batches had the same rows.
+    const SlotsArg value(out);
     if (value.n < 1) throw nb::value_error("no seed");
+    call_method(out.ptr(), random, from.ptr(), names);
     return static_cast<uint64_t>(value.data[0]);
   }
 
@@ -314,9 +317,10 @@ class EpochDraw final : public RowDraw {
     const EpochWalk& walk = nb::cast<const EpochWalk&>(walk_);
     drawn.slots.clear();
     drawn.slots.reserve(n);
-    if (!walk.is_of(store) || walk.some_gone(store)) return false;
+    if (!walk.is_of(store) || walk.some_overwritten(store)) return false;
     const uint64_t position = walk.draw(store, position_, n, walk.size(), drawn.slots);
-    if (walk.size() - position < n || drawn.slots.size() < n || walk.some_gone(store)) return false;
+    if (walk.size() - position < n || drawn.slots.size() < n || walk.some_overwritten(store)) return false;
+    if (store.lanes.some_removed() && !walk.goes_on(store, position)) return false;  // what is left was removed
     epoch_[key()] = position;
     return true;
   }
@@ -405,8 +409,8 @@ class BatchMaker {
   // From this size on two threads copy the rows, if torch may use several: waking a thread takes as long as copying 100 KB.
   static constexpr size_t kThreadedBytes = 1 << 20;
   static bool torch_has_threads() {
-    static PyObject* number = nb::object(nb::module_::import_("torch").attr("get_num_threads")).release().ptr();
-    const nb::object threads = nb::steal(PyObject_CallNoArgs(number));
+    static PyObject* number = nullptr;
+    const nb::object threads = nb::steal(PyObject_CallNoArgs(imported_once(number, "torch", "get_num_threads")));
     if (!threads.is_valid()) throw nb::python_error();
     return nb::cast<int64_t>(threads) > 1;
   }
@@ -546,7 +550,7 @@ class BatchMaker {
   }
   // Whatever a draw looks at, no batch has a row that was removed before it.
   static bool are_left(const Store& store, const DrawnBatch& drawn) {
-    return !store.lanes.removals() || removed_places(store, drawn.slots.data(), drawn.slots.size()).empty();
+    return !store.lanes.some_removed() || removed_places(store, drawn.slots.data(), drawn.slots.size()).empty();
   }
   const SharedForm& form_of(const Sources& sources, Form& form) {
     bool is_made = form.made != nullptr;

@@ -110,7 +110,7 @@ class Episodes {
     else
       for (size_t from = 0; from < n; from += kAskedTogether)
         draw_some(all, rule, seed, from, std::min(n, from + kAskedTogether), slices);
-    if (store.lanes.removals()) redraw_removed(store, rule, seed, slices);
+    if (store.lanes.some_removed()) redraw_removed(store, rule, seed, slices);
     return true;
   }
   // The n slices that end last: one of each environment's newest trajectory that is long enough, then one of each one's

@@ -283,7 +283,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
     std::vector<double> leaves(n);
     self.draw(first, slots.data(), leaves.data(), n);
     const StoreGeometry& s = store.geometry();
-    const bool some_removed = store.lanes.removals() != 0;
+    const bool some_removed = store.lanes.some_removed();
     uint64_t again = 0;
     for (size_t i = 0; i < n;) {
       const int64_t slot = slots[i];

@@ -9,10 +9,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
-
-#if defined(__linux__)
 #include <sys/vfs.h>
-#endif
 
 #include <algorithm>
 #include <array>
@@ -740,7 +737,13 @@ inline uint64_t remove_rows(Store& store, uint64_t lane, nb::handle slots_in, nb
 // The positions among these slots of rows that are removed.
 inline std::vector<uint32_t> removed_places(const Store& store, const int64_t* slots, size_t n) {
   std::vector<uint32_t> places;
-  if (!store.lanes.removals()) return places;
+  if (!store.lanes.some_removed()) return places;
+  if (store.lanes.count() == 1) {  // as below, without a division for each
+    const RemovedRows<StdMemory> removed = store.lanes.removed(0);
+    for (size_t i = 0; i < n; ++i)
+      if (removed.has(static_cast<uint64_t>(slots[i]))) places.push_back(static_cast<uint32_t>(i));
+    return places;
+  }
   for (size_t i = 0; i < n; ++i)
     if (store.lanes.is_removed(static_cast<uint64_t>(slots[i]))) places.push_back(static_cast<uint32_t>(i));
   return places;
@@ -833,9 +836,8 @@ class EpochWalk {
   }
   uint64_t size() const { return map_.total(); }
   bool is_of(const Store& store) const { return store.lanes.count() == moved_.size(); }
-  // Whether rows of the epoch were overwritten or removed since it began.
-  bool some_gone(const Store& store) const {
-    if (store.lanes.removals() && store.lanes.removed_rows()) return true;
+  // Whether rows of the epoch were overwritten since it began.
+  bool some_overwritten(const Store& store) const {
     for (uint64_t l = 0; l < first_.size(); ++l)
       if (store.lanes.view(l).first + moved_[l] > first_[l]) return true;
     return false;
@@ -851,13 +853,19 @@ class EpochWalk {
     Tensor slots = slots_out(drawn.size(), [&](int64_t* out) { std::copy(drawn.begin(), drawn.end(), out); });
     return {std::move(slots), position};
   }
+  // Whether a row comes behind a position.
+  bool goes_on(const Store& store, uint64_t position) const {
+    std::vector<int64_t> next;
+    draw(store, position, 1, map_.total(), next);
+    return !next.empty();
+  }
   // As above, appended to `drawn` until it has n slots; the caller has checked the store. Returns the position.
   uint64_t draw(const Store& store, uint64_t position, size_t n, uint64_t stop, std::vector<int64_t>& drawn) const {
     const uint64_t capacity = store.lanes.capacity(), envs = store.lanes.envs();
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
     const uint64_t end = std::min(stop, map_.total());
-    const bool some_removed = !with_removed_ && store.lanes.removals() != 0;
+    const bool some_removed = !with_removed_ && store.lanes.some_removed();
     const bool all_in_one_ring = in_place_ && map_.is_one_ring() && first[0] <= first_[0];
     const bool rows_are_here = store.geometry().payload_bytes > 0;
     uint64_t rows[Permutation::kBlock];
@@ -871,7 +879,7 @@ class EpochWalk {
         drawn.resize(done + block);
         map_.slots_in_ring(rows, block, drawn.data() + done);
         if (some_removed) {
-          const auto is_removed = [&](int64_t slot) { return store.lanes.is_removed(static_cast<uint64_t>(slot)); };
+          const auto is_removed = [bits = store.lanes.removed(0)](int64_t slot) { return bits.has(static_cast<uint64_t>(slot)); };
           drawn.erase(std::remove_if(drawn.begin() + static_cast<ptrdiff_t>(done), drawn.end(), is_removed), drawn.end());
         }
         // Prefetches the rows, which may lie anywhere, while the next numbers are computed.
@@ -998,13 +1006,10 @@ inline std::tuple<bool, bool, nb::bytes> left_as(Store& store) {
   return {whole, h.clean != 0, nb::bytes(h.boot_id, 16)};
 }
 
-// `f_type` of statfs(2), of the file system that a file lies on; 0 where the system has none.
+// `f_type` of statfs(2), of the file system that a file lies on; 0 where the system does not say.
 inline uint32_t file_system_type(int fd) {
-#if defined(__linux__)
   struct statfs system;
-  if (::fstatfs(fd, &system) == 0) return static_cast<uint32_t>(system.f_type);
-#endif
-  return 0;
+  return ::fstatfs(fd, &system) == 0 ? static_cast<uint32_t>(system.f_type) : 0;
 }
 
 inline nb::dict lane_state(const Store& store, uint64_t l) {
@@ -1538,10 +1543,12 @@ inline void bind_store(nb::module_& m) {
       .def_prop_ro("removals", [](const Store& s) { return s.lanes.removals(); })
       .def_prop_ro("removed_rows", [](const Store& s) { s.check_file(); return s.lanes.removed_rows(); })
       .def("remove", &remove_rows, "lane"_a, "slots"_a, "generations"_a)
-      .def("removed", [](const Store& s, nb::handle slots_in) {  // positions of removed rows; None: there are none
+      // Positions of removed rows; None: there are none.
+      .def("removed", [](const Store& s, nb::handle slots_in) -> std::optional<std::vector<uint32_t>> {
         s.check_file();
         const SlotsArg slots(nb::borrow(slots_in));
-        return positions(removed_places(s, slots.data, slots.n));
+        std::vector<uint32_t> places = removed_places(s, slots.data, slots.n);
+        return places.empty() ? std::nullopt : std::optional(std::move(places));
       }, "slots"_a)
       .def("removed_bits", &removed_bits, "lane"_a, "start"_a, "stop"_a)
       .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)

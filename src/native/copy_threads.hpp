@@ -211,9 +211,7 @@ class CopyThreads {
     try {
       threads_.reserve(most_);
       threads_.emplace_back(run, state_);
-#ifdef __linux__
       ::pthread_setname_np(threads_.back().native_handle(), "engram-copy");
-#endif
     } catch (const std::exception&) {
     }
     ::pthread_sigmask(SIG_SETMASK, &before, nullptr);

@@ -157,18 +157,29 @@ inline bool draw_uniform_left(const Lanes& lanes, uint64_t seed, int64_t* out, s
   size_t done = 0;
   const double tries = static_cast<double>(n) * static_cast<double>(total) / static_cast<double>(std::max<uint64_t>(1, left));
   const double listing = static_cast<double>(total) / 32 + static_cast<double>(left);
-  if (left > 0 && tries <= listing)
-    for (double most = 64 + 16 * tries; done < n && most > 0; --most) {
+  if (left > 0 && tries <= listing) {
+    auto most = static_cast<uint64_t>(64 + 16 * tries);
+    if (map.is_one_ring()) {  // as below, without looking up the lane of each row
+      const RemovedRows<StdMemory> removed = lanes.removed(0);
+      const auto first = static_cast<uint64_t>(map.by_age(0)), capacity = lanes.capacity();
+      for (; done < n && most > 0; --most) {
+        uint64_t slot = first + below(random.next(), total);
+        slot -= slot < capacity ? 0 : capacity;
+        out[done] = static_cast<int64_t>(slot), done += !removed.has(slot);
+      }
+    }
+    for (; done < n && most > 0; --most) {
       const int64_t slot = map.by_age(below(random.next(), total));
       if (!lanes.is_removed(static_cast<uint64_t>(slot))) out[done++] = slot;
     }
+  }
   if (done == n && total > 0) return true;
   const std::vector<int64_t> rest = slots_left(lanes);
   for (; done < n && !rest.empty(); ++done) out[done] = rest[below(random.next(), rest.size())];
   return done == n && !rest.empty();
 }
 inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
-  if (lanes.removals() && lanes.removed_rows()) return draw_uniform_left(lanes, seed, out, n);
+  if (lanes.some_removed()) return draw_uniform_left(lanes, seed, out, n);
   if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without looking up the lane of each row
     const LaneView view = lanes.view(0);
     const uint64_t rows = view.rows(), capacity = lanes.capacity(), first = rows ? view.first % capacity : 0;

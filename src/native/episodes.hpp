@@ -417,7 +417,7 @@ class EligibleTrajectories {
   // The same of what can be drawn beside removed rows: of a trajectory that has some, the share of its windows without one.
   double left(const Lanes& lanes, const EpisodeIndex& index, const SliceRule& rule) {
     const uint64_t removals = lanes.removals();
-    if (!removals || !lanes.removed_rows()) return static_cast<double>(total());
+    if (!lanes.some_removed()) return static_cast<double>(total());
     if (left_removals_ == removals && left_version_ == version_) return left_;
     left_ = static_cast<double>(total());
     for (uint64_t k = 0; k < envs_.size(); ++k)

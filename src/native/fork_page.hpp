@@ -49,7 +49,7 @@ class ForkPage {
 #endif
     }
     words_->known.store(1), words_->counted.store(1);
-    if (!wiped)  // Linux before 4.14 and other systems: only the forks of libc are seen
+    if (!wiped)  // Linux before 4.14: only the forks of libc are seen
       ::pthread_atfork(nullptr, nullptr, [] { instance_.words_->known.store(0), instance_.words_->counted.store(0); });
   }
 

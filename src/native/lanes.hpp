@@ -157,6 +157,7 @@ class Lanes {
     for (uint64_t l = 0; removals() && l < count(); ++l) n += removed_rows(l);
     return n;
   }
+  bool some_removed() const { return removals() && removed_rows() > 0; }
   RemovedRows<StdMemory> removed(uint64_t l) const {
     if (!flow_) return {};
     Counter& count = lane_flows_[l].removed;

@@ -12,7 +12,6 @@
 #include <new>
 #include <stdexcept>
 #include <string>
-#include <utility>
 
 namespace engram {
 
@@ -48,9 +47,7 @@ class MappedRegion {
     region->mapped_ = region->start_ = static_cast<uint8_t*>(at), region->mapped_bytes_ = bytes + slack;
     if (slack) {
       region->start_ += (kHugePage - reinterpret_cast<uintptr_t>(at) % kHugePage) % kHugePage;
-#ifdef MADV_HUGEPAGE
       ::madvise(region->start_, bytes, MADV_HUGEPAGE);
-#endif
     }
     return region;
   }
@@ -62,18 +59,11 @@ class MappedRegion {
 
   // Makes private memory this long, at least as long as before; its bytes may lie elsewhere afterwards.
   void grow(size_t bytes) {
-#ifdef MREMAP_MAYMOVE
     void* at = ::mremap(mapped_, mapped_bytes_, bytes, MREMAP_MAYMOVE);
     if (at == MAP_FAILED && errno == ENOMEM) throw NoMemoryToMap(bytes);
     if (at == MAP_FAILED)
       throw std::runtime_error("cannot map " + std::to_string(bytes) + " bytes: " + std::strerror(errno));
     mapped_ = start_ = static_cast<uint8_t*>(at), mapped_bytes_ = bytes;
-#else
-    const auto longer = map(-1, bytes, false, true);
-    std::memcpy(longer->start_, start_, mapped_bytes_);
-    std::swap(mapped_, longer->mapped_), std::swap(start_, longer->start_);
-    std::swap(mapped_bytes_, longer->mapped_bytes_);
-#endif
   }
 
   uint8_t* data() const { return start_; }

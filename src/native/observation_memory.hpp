@@ -193,12 +193,10 @@ class ObservationMemory {
   }
   // Reserves these bytes of a file, which others may be doing, too, and may be writing to already. Returns 0, or the error.
   static int reserve(int fd, uint64_t at, uint64_t bytes) {
-#if defined(__linux__)
     int failed = 0;
     do failed = ::fallocate(fd, 0, static_cast<off_t>(at), static_cast<off_t>(bytes)) == 0 ? 0 : errno;
     while (failed == EINTR);
     if (failed != EOPNOTSUPP && failed != ENOSYS) return failed;
-#endif
     struct stat now{};
     if (::fstat(fd, &now) != 0) return errno;
     if (static_cast<uint64_t>(now.st_size) >= at + bytes) return 0;
@@ -207,9 +205,7 @@ class ObservationMemory {
   void make_private() {
     start_ += (kHugePage - reinterpret_cast<uintptr_t>(mapped_) % kHugePage) % kHugePage;
     if (::mprotect(start_, places_.units, PROT_READ | PROT_WRITE) != 0) throw NoMemoryToMap(places_.units);
-#ifdef MADV_HUGEPAGE
     if (places_.units >= kHugePage) ::madvise(start_, places_.units, MADV_HUGEPAGE);
-#endif
     there_.store(places_.segments);
   }
 

@@ -1,15 +1,12 @@
 // Ends a worker process when its owner ends, whatever the worker is doing.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <poll.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <csignal>
 #include <thread>
-
-#if !defined(_WIN32)
-#include <poll.h>
-#include <unistd.h>
-#endif
 
 namespace nb = nanobind;
 
@@ -18,9 +15,6 @@ namespace engram {
 // A thread that needs no GIL, because an environment may hold the GIL for ever in C code. It blocks signals, which belong to
 // Python.
 inline void exit_when_readable(int fd) {
-#if defined(_WIN32)
-  throw nb::value_error("there are no descriptors to wait for");
-#else
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -38,7 +32,6 @@ inline void exit_when_readable(int fd) {
     throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
-#endif
 }
 
 inline void bind_owner_watch(nb::module_& m) {

@@ -32,19 +32,12 @@ class Readahead {
       on_.store(false, std::memory_order_relaxed);
   }
   void ask(uint64_t offset, size_t bytes) const {
-#ifdef __linux__
     const uint64_t first = offset & ~uint64_t{4095};
     ::readahead(fd_, static_cast<off_t>(first), offset + bytes - first);
-#else
-    (void)offset, (void)bytes;
-#endif
   }
   static long faults_of_this_thread() {
-#ifdef RUSAGE_THREAD
     struct rusage u;
-    if (::getrusage(RUSAGE_THREAD, &u) == 0) return u.ru_majflt;
-#endif
-    return 0;
+    return ::getrusage(RUSAGE_THREAD, &u) == 0 ? u.ru_majflt : 0;
   }
 
  private:

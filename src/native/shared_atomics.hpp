@@ -2,17 +2,12 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-
-#if defined(_WIN32)
-#include <thread>
-#else
-#include <sched.h>
-#endif
 
 namespace nb = nanobind;
 
@@ -48,28 +43,20 @@ class AtomicInts {
     const auto wait = std::chrono::duration<double>(seconds > 0 ? std::min(seconds, 1e-4) : 0.0);
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::nanoseconds>(wait);
     while (std::chrono::steady_clock::now() < end) {
-#if defined(_WIN32)
-      std::this_thread::yield();
-#else
       sched_yield();
-#endif
       if (it.load() >= value) return true;
     }
     return false;
   }
 
   // Writes the number of this thread's core into integer `mine`, and returns whether one of `count` integers, from `first` on
-  // in steps of `stride`, holds the same number. False if the system does not tell the core.
+  // in steps of `stride`, holds the same number.
   bool shares_core(int64_t mine, int64_t first, int64_t stride, int64_t count) {
-#if defined(__linux__)
     const int64_t core = sched_getcpu();
     const auto own = cell(mine);
     if (own.load(std::memory_order_relaxed) != core) own.store(core, std::memory_order_relaxed);
     for (int64_t k = 0; k < count; ++k, first = next(first, stride))
       if (cell(first).load(std::memory_order_relaxed) == core) return true;
-#else
-    (void)cell(mine), (void)first, (void)stride, (void)count;
-#endif
     return false;
   }
 

@@ -18,8 +18,8 @@ namespace engram {
 
 // numpy's class of arrays. Its children (masked arrays) may have more to them than their memory.
 inline bool is_array(PyObject* o) {
-  static PyObject* type = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
-  return reinterpret_cast<PyObject*>(Py_TYPE(o)) == type;
+  static PyObject* type = nullptr;
+  return reinterpret_cast<PyObject*>(Py_TYPE(o)) == imported_once(type, "numpy", "ndarray");
 }
 
 // A numpy array as it lies in memory, whose dtype is one that tensors have.

@@ -24,6 +24,21 @@ namespace nb = nanobind;
 
 namespace engram {
 
+// ---- Python objects that are made once ----
+// Returns `place`, a static pointer, filled by `make` at the first call. C++'s own way for this, a static that a call makes,
+// has a guard: making allocates, so it may collect garbage and run a finaliser, which would wait here for itself.
+template <class Make>
+PyObject* made_once(PyObject*& place, Make make) {
+  if (place) return place;
+  nb::object made = make();
+  if (!made.is_valid()) throw nb::python_error();
+  if (!place) place = made.release().ptr();
+  return place;
+}
+inline PyObject* imported_once(PyObject*& place, const char* module, const char* name) {
+  return made_once(place, [&] { return nb::object(nb::module_::import_(module).attr(name)); });
+}
+
 // ---- memory for output batches, used again: fresh pages cost more than the copy into them ----
 constexpr size_t kBlockAlign = 64;
 
@@ -440,9 +455,9 @@ class ArrayMaker {
 
  private:
   static std::pair<nb::object, uint8_t*> fresh(nb::handle dtype, const nb::object& shape) {
-    static PyObject* empty = nb::object(nb::module_::import_("numpy").attr("empty")).release().ptr();
+    static PyObject* empty = nullptr;
     PyObject* const args[] = {shape.ptr(), dtype.ptr()};
-    nb::object array = nb::steal(PyObject_Vectorcall(empty, args, 2, nullptr));
+    nb::object array = nb::steal(PyObject_Vectorcall(imported_once(empty, "numpy", "empty"), args, 2, nullptr));
     if (!array.is_valid()) throw nb::python_error();
     Buffer buffer;
     if (!buffer.get(array.ptr(), true)) throw nb::type_error("numpy gave no memory that can be written");

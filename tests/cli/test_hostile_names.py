@@ -126,6 +126,7 @@ def test_json_is_ascii_and_has_the_names_that_are_shown(hostile):
     assert all(key["key"].isprintable() for key in json.loads(shown)["keys"])
 
 
+@pytest.mark.deep
 def test_a_report_and_a_plot_show_the_names(hostile):
     page = cli.report(hostile, output=hostile.parent / "report.html").read_text()
     assert_harmless(page)

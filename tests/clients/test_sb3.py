@@ -486,3 +486,17 @@ def test_an_n_step_batch_is_of_rows_that_were_stored_together(writes_from, monke
     assert len(reads) == (1 if writes_from == "another thread" else 3)
     first, following = batch.observations[:, :1], batch.next_observations[:, :1]
     assert batch.rewards.tolist() == [[sum(range(int(a), int(b)))] for a, b in zip(first, following, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"n_steps": 3}, {"optimize_memory_usage": True, "handle_timeout_termination": False}, {"n_envs": 2}]
+)
+def test_samples_are_refused_beside_removed_rows(options):
+    n_envs = options.get("n_envs", 1)
+    buffer = ReplayBuffer(20, BOX, ACTIONS["box"], "cpu", **options)
+    fill([buffer], BOX, ACTIONS["box"], steps=8, n_envs=n_envs)
+    buffer.sample(4)
+    assert buffer.rows.buffer.remove((2, 0)) == 1
+    with pytest.raises(RuntimeError, match=r"1 of the stored rows were removed .*another library.*`rows\.buffer`"):
+        buffer.sample(4)
+    assert len(buffer.rows.buffer.sample(4)["action"]) == 4

@@ -578,3 +578,23 @@ def test_steps_that_others_put_into_the_rows_are_noticed():
     pair[1].rows[0].add(pair[1].rows[0][0])
     with pytest.raises(RuntimeError, match="somebody else has written"):
         fill(pair, OBSERVATIONS["vectors"], 1)
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_samples_and_copies_are_refused_beside_removed_rows(kind, tmp_path):
+    buffer = make(ours, kind)
+    fill([buffer, make(ours, kind)], OBSERVATIONS["vectors"], steps=20)
+    buffer.sample(4)
+    assert buffer.rows[0].remove([2]) == 1
+    uses = [
+        lambda: buffer.sample(4),
+        lambda: buffer.sample(0),
+        lambda: buffer.sample_indices(4),
+        lambda: buffer.save_hdf5(str(tmp_path / "buffer.hdf5")),
+    ]
+    if kind not in VECTOR:
+        uses += [buffer.dropnull, lambda: make(ours, kind).update(buffer)]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=r"1 of the stored rows were removed .*another library.*`rows`"):
+            use()
+    assert len(buffer[:]) == len(buffer) > 0 and not (tmp_path / "buffer.hdf5").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import gymnasium
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
 
 from contracts.each import each
+from contracts.pairwise import pairwise_product
+from contracts.tiers import in_quick
 from contracts.vector_worlds import Native
 from engram.collectors import SyncDataCollector, sync
 from engram.collectors.rollout import TensorDictRollout
@@ -156,11 +160,12 @@ STACKS = {
     "of one frame": lambda key, dim: [CatFrames(1, dim, key, "s")],
     "nested": lambda key, dim: [CatFrames(5, dim, key, [("group", "s")])],
 }
+OF_STACKS = (STACKS, STACKED_ENVS, [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}])
 
 
-@pytest.mark.parametrize("stacks", STACKS)
-@pytest.mark.parametrize("env", STACKED_ENVS)
-@pytest.mark.parametrize("kwargs", [{}, {"reset_at_each_iter": True}, {"max_frames_per_traj": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("stacks", "env", "kwargs"), in_quick(product(*OF_STACKS), pairwise_product(*OF_STACKS)), ids=str
+)
 def test_stacks_of_raw_frames_are_those_of_steps(monkeypatch, env, stacks, kwargs):
     key, dim = ("left", -3) if "pictures" in env else ("observation", -1)
     parts = STACKS[stacks]

@@ -269,7 +269,8 @@ class TestOneProcess:
     def test_the_warning_of_a_remainder_points_at_the_line_that_made_the_collector(self, cls):
         with pytest.warns(UserWarning, match="not a multiple") as warned:
             cls([countdown] if cls in MULTI else countdown, frames_per_batch=4, total_frames=6).shutdown()
-        assert [warning.filename for warning in warned] == [__file__]
+        # Others are Python's own, such as that of forks beside threads since 3.12.
+        assert [warning.filename for warning in warned if "multiple" in str(warning.message)] == [__file__]
 
 
 class Endless(EnvBase):

@@ -75,13 +75,18 @@ def policies(name):
 
 
 WITH_WORKERS = ("parallel", "async, next step", "tensors, parallel")
+POLICIES, FRAMES = ("random", "module", "tensordicts"), (1, 14, 40)
+#: Each environment with each policy; quick ones have one of the numbers of frames, in turns.
 CASES = [
-    pytest.param(env, policy, frames, id=f"{env}-{policy}-{frames}")
-    for env in ENVIRONMENTS
-    for policy in ("random", "module", "tensordicts")
-    for frames in (1, 14, 40)
+    pytest.param(
+        env, policy, frames, id=f"{env}-{policy}-{frames}",
+        marks=() if env in WITH_WORKERS or frames == FRAMES[(e + p) % 3] else pytest.mark.deep,
+    )
+    for e, env in enumerate(ENVIRONMENTS)
+    for p, policy in enumerate(POLICIES)
+    for frames in FRAMES
     if not (policy == "module" and "nested" in env) and (env not in WITH_WORKERS or frames == 14)
-]
+]  # fmt: skip
 
 
 def collected(collector):

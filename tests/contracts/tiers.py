@@ -13,10 +13,23 @@ def in_ci(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
     """The cases for `parametrize`: those that are kept stay in their tier, the others are long."""
     every, some = list(cases), list(kept)
     assert some and all(case in every for case in some), f"{some} are not among {every}"
-    long = pytest.mark.long
+    return _marked(every, some, pytest.mark.long)
+
+
+def in_quick(cases: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+    """The cases for `parametrize`: those that are kept stay in their tier, the others are deep.
+
+    For cases that are alike, as seeds of one program: `make test` has some, and CI all.
+    """
+    every, some = list(cases), list(kept)
+    assert some and all(case in every for case in some), f"{some} are not among {every}"
+    return _marked(every, some, pytest.mark.deep)
+
+
+def _marked(cases: list[Any], kept: list[Any], mark: pytest.MarkDecorator) -> list[Any]:
     return [
-        case if case in some else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=long)
-        for case in every
+        case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case in cases
     ]
 
 

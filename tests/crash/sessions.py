@@ -196,7 +196,8 @@ class Promise:
         self.durable: list[range] = [range(0) for _ in lanes]
         self._claimed = [0 for _ in lanes]
         self._doing: dict[str, Any] = {}
-        #: The editions of rows in which they may be removed; those that are; and those that must be after a power cut.
+        #: Rows (lane, number, environment) with the editions in which they may be removed, must be, and must be on
+        #: the disk.
         self.may_be: dict[Row, set[int]] = {}
         self._removed: set[Row] = set()
         self.removed: set[Row] = set()

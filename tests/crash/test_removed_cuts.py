@@ -53,9 +53,7 @@ def only_hides(allowed: int) -> Callable[[list[int], Any], None]:
     def check(found: list[int], rb: Any) -> None:
         first = rb.storage.lanes.states()[0]["first"]
         for _, w, _ in sessions.removed_rows(rb, {"lanes": 1, "capacity": CAPACITY, "envs": 1}):
-            assert found[w - first] == allowed, (
-                f"row {w} of edition {found[w - first]} is hidden, and nobody removed it"
-            )
+            assert found[w - first] == allowed, f"row {w} of edition {found[w - first]} is hidden: nobody removed it"
 
     return check
 

@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,6 +37,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.reading.reader import BatchReader
 from engram.envs.transforms import RewardScaling, Transform
+from engram.store.layout import use_torch
 
 
 @tensorclass
@@ -331,12 +333,13 @@ def test_a_sampler_in_two_buffers_draws_from_the_generator_that_it_was_given_las
 
 
 @pytest.mark.filterwarnings("ignore:sample was called with")
-def test_a_finaliser_that_samples_in_the_middle_of_a_batch_changes_none_of_its_rows():
+@pytest.mark.parametrize("has_exchange", [True, False])
+def test_a_finaliser_that_samples_in_the_middle_of_a_batch_changes_none_of_its_rows(has_exchange):
     rbs = [ReplayBuffer(storage=LazyTensorStorage(500), generator=torch.Generator(), batch_size=64) for _ in range(2)]
     for rb in rbs:
         rb.extend(TensorDict({f"{k}": torch.arange(500) * (k + 1) for k in range(12)}, [500]))
     rb, twin = rbs
-    sampled = []
+    sampled, states = [], []
 
     class SamplesWhenCollected:
         def __init__(self):
@@ -344,18 +347,27 @@ def test_a_finaliser_that_samples_in_the_middle_of_a_batch_changes_none_of_its_r
 
         def __del__(self):
             sampled.append(rb.sample(len(sampled) % 60 + 1))
+            states.append(rb.generator.get_state())
+
+    def of_state(state):
+        twin.generator.set_state(state)
+        return twin.sample(return_info=True)[0]
 
     before = gc.get_threshold()
     try:
+        if not has_exchange:
+            use_torch(None)  # as with an older torch
         for threshold in range(1, 60):
             SamplesWhenCollected()
-            twin.generator.set_state(rb.generator.get_state())
+            states[:] = [rb.generator.get_state()]
             gc.set_threshold(threshold, 1, 1)
             batch = rb.sample()
             gc.set_threshold(*before)
-            assert alike(batch, twin.sample(return_info=True)[0])
+            # Where Python code runs before the draw, so may the finaliser: the batch is then the next one.
+            assert any(alike(batch, of_state(state)) for state in states)
     finally:
         gc.set_threshold(*before)
+        use_torch()
     assert sampled
     for batch in sampled:
         assert all(torch.equal(batch[f"{k}"], batch["0"] * (k + 1)) for k in range(12))
@@ -380,18 +392,15 @@ def test_two_threads_that_draw_at_once_draw_different_rows(monkeypatch):
     drawn, first = [], iter([None])
     other = threading.Thread(target=lambda: drawn.append(rb.sample()), daemon=True)
 
-    class SeedThenLetTheOtherDraw:
-        def __init__(self, seed):
-            self._seed = seed
-
+    class SeedThenLetTheOtherDraw(np.ndarray):
         def random_(self, generator=None):
-            seed = self._seed.random_(generator=generator)
+            torch.from_numpy(self.view(np.ndarray)).random_(generator=generator)
             for _ in first:
                 other.start()
                 other.join(0.05)
-            return seed
+            return self
 
-    monkeypatch.setattr(rb.sampler, "_seed", SeedThenLetTheOtherDraw(rb.sampler._seed))
+    monkeypatch.setattr(rb.sampler, "_seed", rb.sampler._seed.numpy().view(SeedThenLetTheOtherDraw))
     drawn.append(rb.sample())
     other.join(300)
     assert len(drawn) == 2 and not torch.equal(*drawn)

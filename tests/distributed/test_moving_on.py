@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from contracts.tiers import in_quick
 from contracts.waiting import NEVER
 from distributed.shards import Link, client, read_all, rows, shard, whole, write
 from engram.data import PrioritizedSampler, SliceSampler
@@ -35,7 +36,7 @@ def all_of(ls: list[Link]) -> list[int]:
 
 
 @LOCAL
-@pytest.mark.parametrize("piece", [7, 64, CAPACITY, 3 * CAPACITY + 5])
+@pytest.mark.parametrize("piece", in_quick([7, 64, CAPACITY, 3 * CAPACITY + 5], [64, 3 * CAPACITY + 5]))
 def test_one_alone_fills_all_shards_and_then_replaces_the_oldest_rows(tmp_path: Path, piece: int, local: bool) -> None:
     ls, end = links(tmp_path if local else None), 11 * CAPACITY
     rb = client(ls, local=[local] * SHARDS)
@@ -108,7 +109,7 @@ def test_one_with_a_name_of_its_choice_stays_so_that_its_count_is_in_one_shard()
 
 
 @LOCAL
-@pytest.mark.parametrize("piece", [7, 64, 3 * CAPACITY + 5])
+@pytest.mark.parametrize("piece", in_quick([7, 64, 3 * CAPACITY + 5], [64, 3 * CAPACITY + 5]))
 def test_one_with_a_name_fills_all_shards_where_nobody_is_to_continue_its_work(
     tmp_path: Path, piece: int, local: bool
 ) -> None:
@@ -125,7 +126,7 @@ def test_one_with_a_name_fills_all_shards_where_nobody_is_to_continue_its_work(
     assert client(ls).end_producer("it", 0) == end and sum(producers(ls)) == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", in_quick(range(12), range(4)))
 def test_the_rows_of_a_named_one_that_moves_on_are_counted_wherever_it_died(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     local = seed % 2 == 1

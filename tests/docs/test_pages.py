@@ -72,7 +72,26 @@ def test_the_readme_says_once_what_its_links_are_relative_to():
     assert not re.search(r"\]\((?:https?:)?//", text)
 
 
-@pytest.mark.parametrize("word", ["SAC", "PPO", "PER", "LSTM", "GRU", "Atari", "Token", "Minari", "HER", "torchrun"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "SAC",
+        "PPO",
+        "PER",
+        "LSTM",
+        "GRU",
+        "Atari",
+        "Token",
+        "Minari",
+        "HER",
+        "torchrun",
+        "remove",
+        "delete",
+        "Evict",
+        "[Ff]ilter",
+        "bad episode",
+    ],
+)
 def test_a_word_that_people_search_for_is_in_a_heading(word):
     """A heading counts most in the site's search."""
     guides = [page for page in PAGES if page.parent.name in ("algorithms", "how-to")]

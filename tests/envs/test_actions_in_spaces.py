@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.tiers import in_quick
 from engram.collectors import SyncDataCollector
 from engram.envs import GymEnv, ParallelEnv, SerialEnv
 from engram.specs import Spec, Text
@@ -229,7 +230,7 @@ FIXED = {
 
 @each("name", FIXED)
 @each("encoding", ENCODINGS)
-@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("maker", in_quick(MAKERS, ["alone", "made by name"]))
 def test_actions_of_each_kind_of_space_are_contained_in_it(name, encoding, maker):
     for use in ("steps", "at random", "as torch.float32"):
         USES[use](MAKERS[maker](FIXED[name], encoding))

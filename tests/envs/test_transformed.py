@@ -110,6 +110,7 @@ class WithTransform(EnvContract):
         super().test_equal_seeds_give_equal_episodes(env)
 
 
+@pytest.mark.deep
 @each("transform", TRANSFORMS)
 def test_an_environment_with_any_transform_keeps_the_contract(transform):
     contract = WithTransform(transform)

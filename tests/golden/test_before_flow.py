@@ -30,7 +30,7 @@ def test_a_store_from_before_is_read_and_written_and_its_rows_cannot_be_removed(
     before = (folder / FILE_NAME).read_bytes()
     assert not struct.unpack_from("<Q", before, FEATURES)[0] & FLOW
     rb = ReplayBuffer.open(folder)
-    with pytest.raises(StorageError, match=r"removed no rows: `engram convert`.*Nothing was removed"):
+    with pytest.raises(StorageError, match=r"by an engram that removed no rows.*engram convert.*Nothing was removed"):
         rb.remove(0)
     assert rb.stats().removed == 0
     rb.extend(steps(100, 5).select("obs", "action", "next"))

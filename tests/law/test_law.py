@@ -92,6 +92,7 @@ def test_what_is_refused_by_design_says_so(why: int, folder: Callable[[], Path])
             world.rb.extend(steps(0, 3, combo.place.envs))
 
 
+@pytest.mark.deep
 @pytest.mark.mutant
 @pytest.mark.parametrize("name", in_ci(MUTANTS, list(MUTANTS)[::6]))
 def test_the_law_notices_the_loss_of(name: str, folder: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,6 +217,7 @@ def test_an_ensemble_is_what_plain_python_would_be_for_long():
     run_machine(EnsembleMachine, 1000, 40)
 
 
+@pytest.mark.deep
 @pytest.mark.mutant
 @pytest.mark.parametrize("name", ENSEMBLE_MUTANTS)
 def test_the_machine_finds(monkeypatch, name):

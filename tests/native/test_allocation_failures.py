@@ -401,7 +401,7 @@ def tidy(monkeypatch, tmp_path):
 
 
 # Cases that take about a second each.
-LONGER = ("update", "extend, named", "slices", "replace")
+LONGER = ("first extend", "update", "extend, named", "slices", "replace")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.deep if c in LONGER else ()) for c in QUICK])

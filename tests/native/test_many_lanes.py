@@ -39,6 +39,7 @@ def test_no_slots_and_slots_outside_are_as_in_any_store() -> None:
         s.gather(code, torch.tensor([5, 200]))
 
 
+@pytest.mark.deep
 def test_a_row_that_is_overwritten_while_it_is_copied_is_missing() -> None:
     code, width = words(50_000)  # of this length both let the GIL go
     s = store(width, 2, lanes=LANES)

@@ -881,6 +881,7 @@ def ordinary(kind, n, size, envs):
     return batches
 
 
+@pytest.mark.deep
 @each("kind", ["hidden", "goal", "action"])
 @each("size", [1, 2, 5, [5, 1, 1, 5] * 5])
 @each("envs", [1, 2])

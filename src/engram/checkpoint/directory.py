@@ -117,8 +117,9 @@ FORMAT = "engram snapshot"
 VERSION = 1
 HOOKS = "hooks"  #: the feature of snapshots in which save hooks changed rows
 OBSERVATIONS = "observations"  #: the feature of snapshots with rows of which each observation is written once
+REMOVED = "removed"  #: the feature of snapshots with rows, or items, that were removed
 #: Features beyond version 1 that a snapshot may use, by name. A reader refuses a snapshot with others.
-FEATURES: tuple[str, ...] = (HOOKS, OBSERVATIONS)
+FEATURES: tuple[str, ...] = (HOOKS, OBSERVATIONS, REMOVED)
 HOOKED = "hooked"  #: the format of a storage whose rows save hooks changed
 
 LARGEST_MANIFEST = 1 << 28  # a sparse file of any size costs nothing to make

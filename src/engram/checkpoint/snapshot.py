@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from engram import _forms as forms
-from engram.checkpoint.directory import to_json
+from engram.checkpoint.directory import REMOVED, to_json
 from engram.checkpoint.encoding import CODECS, EncodedArrays, Encoder, decode
 from engram.checkpoint.hooks import load_through_hooks, save_through_hooks
 from engram.checkpoint.protocols import RestorePlan, StorageCheckpointerBase
@@ -52,8 +52,23 @@ def save_snapshot(
         for name, some in arrays.items():
             if not some.empty:
                 writer.write_file(_blob_file(name), some.blocks())
-        writer.body = {"components": trees, "storage": None if plan is None else plan.write(writer)}
+        entry = None if plan is None else plan.write(writer)
+        if _has_removed(entry):
+            writer.features.add(REMOVED)
+        writer.body = {"components": trees, "storage": entry}
     return writer.name
+
+
+def _has_removed(entry: Any) -> bool:
+    """Whether the entry of a storage in a manifest, or of a member of it, says of rows that they were removed."""
+    state = entry.get("state") if isinstance(entry, dict) else None
+    if not isinstance(state, dict):
+        return False
+    counters, members = state.get("counters"), state.get("members")
+    lanes = counters.get("lanes") if isinstance(counters, dict) else None
+    if isinstance(lanes, list) and any(isinstance(lane, dict) and "removed" in lane for lane in lanes):
+        return True
+    return isinstance(members, list) and any(map(_has_removed, members))
 
 
 class SavedPart(Protocol):

@@ -58,6 +58,7 @@ class Activity:
     Attributes:
         path: its folder.
         rows: stored steps, of all environments.
+        removed: those of them that were removed, and are not drawn.
         capacity: steps that fit.
         written: steps ever written.
         rate_in: steps written a second, since the last look; None at the first.
@@ -84,6 +85,7 @@ class Activity:
     lengths: Summary | None = None
     learners: tuple[LearnerStats, ...] = ()
     problem: str | None = None
+    removed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -222,6 +224,7 @@ class _Opened:
             returns=summary(np.array([pair[0] for pair in finished if pair[0] is not None])),
             lengths=summary(np.array([float(pair[1]) for pair in finished])),
             learners=tuple(published_stats(self._folder)),
+            removed=store.removed_rows,
         )
 
     def _writers(self, lanes: list[dict[str, Any]], new: list[int], seconds: float | None) -> Iterator[WriterActivity]:

@@ -28,7 +28,7 @@ from engram.data.replay_buffers.checkpointers import open_snapshot
 from engram.datasets import FORMATS
 from engram.datasets.atomic_files import new_folder
 from engram.datasets.episodes import DONE, TERMINATED, TRUNCATED, Marks, StepBlock, episode_source
-from engram.kernel.rows import IDS
+from engram.kernel.rows import IDS, removed_steps
 from engram.kernel.tools import user_path, visible
 from engram.pytree import KeyPath
 
@@ -84,7 +84,7 @@ def convert(
     overwrite: bool = False,
     progress: bool = False,
 ) -> Conversion:
-    """Writes the steps at a path in another form, trajectory by trajectory, oldest first.
+    """Writes the steps at a path in another form, trajectory by trajectory, oldest first, without removed ones.
 
     An error names everything that the new form cannot hold, and nothing is written; `drop` leaves it out by name. The
     target appears whole or not at all. Steps of several environments or writers follow one another.
@@ -188,14 +188,15 @@ def _opened(source: str | os.PathLike[str], snapshot: str | None, rows: int | No
         yield _Data(lambda: batches(source), None, first[:1], total)
         return
     with open_rows(source, snapshot, rows=rows, progress=progress) as storage:
-        if not len(storage):
-            raise ValueError(f"{visible(source)} holds no steps: there is nothing to write")
+        if not len(storage) or _lanes(storage).all_removed:
+            which = "no steps" if not len(storage) else f"{len(storage)} steps, which were all removed"
+            raise ValueError(f"{visible(source)} holds {which}: there is nothing to write")
         if storage.layout is None:
             raise ValueError(
                 f"{visible(source)} holds items of any form, not steps with keys: only checkpoints hold those"
             )
         first = storage.read(_oldest_first(storage, 1)[:1]).batch
-        yield _Data(lambda: storage, storage, first, len(storage))
+        yield _Data(lambda: storage, storage, first, len(storage) - _lanes(storage).store.removed_rows)
 
 
 def _lanes(storage: Storage) -> Any:
@@ -257,7 +258,7 @@ class _Ends:
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        counted = trajectories_of(storage, DONE)
+        counted = trajectories_of(storage, DONE, left_only=True)
         columns = [torch.empty(0, dtype=torch.int64, device="cpu")] * 4 if isinstance(counted, str) else counted[:4]
         self._lane, self._env, self._start, self._length = (values.numpy() for values in columns)
 
@@ -301,9 +302,11 @@ def _unheld_flags(storage: Storage, paths: Sequence[KeyPath]) -> list[str]:
         for begin in range(state["first"], state["published"], _ROWS_AT_ONCE):
             sequences = torch.arange(begin, min(begin + _ROWS_AT_ONCE, state["published"]), device="cpu")
             slots = lane * lanes.store.lane_capacity + sequences % lanes.store.lane_capacity
+            gone = removed_steps(lanes.store, lane, range(begin, begin + len(sequences)))
 
-            def column(path: KeyPath, slots: torch.Tensor = slots) -> Any:
-                return read_column(storage, path, slots).numpy() != 0
+            def column(path: KeyPath, slots: torch.Tensor = slots, gone: Any = gone) -> Any:
+                values = read_column(storage, path, slots).numpy() != 0
+                return values if gone is None else values.reshape(*gone.shape, -1)[~gone]
 
             for path in _ROOT_FLAGS:
                 if path in paths and column(path).any():

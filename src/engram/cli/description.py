@@ -86,6 +86,7 @@ class Info:
         path: the file or folder.
         kind: what it is.
         rows: stored steps, of all environments.
+        removed: those of them that were removed, and are not drawn.
         capacity: steps that fit.
         row_bytes: bytes of one step.
         file_bytes: bytes on disk, of all files that belong to it.
@@ -121,6 +122,7 @@ class Info:
     returns: Summary | None = None
     notes: tuple[str, ...] = ()
     below: tuple[Info, ...] = ()
+    removed: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON."""
@@ -319,6 +321,7 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
         path=str(path),
         kind="store",
         rows=store.envs * sum(map(len, rows)),
+        removed=store.removed_rows,
         capacity=capacity,
         row_bytes=layout["row_bytes"],
         file_bytes=opened.nbytes,
@@ -377,9 +380,9 @@ def _form_of(saved: dict[str, Any]) -> str:
 def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
     if "members" in state:  # an ensemble
         members = [_of_saved_rows(described, member["state"]) for member in state["members"]]
-        rows = sum(member.rows or 0 for member in members)
+        rows, removed = (sum(getattr(one, name) or 0 for one in members) for name in ("rows", "removed"))
         note = f"an ensemble of {len(members)} members with {', '.join(str(m.rows) for m in members)} rows"
-        return _noting(replace(described, rows=rows), note)
+        return _noting(replace(described, rows=rows, removed=removed), note)
     if "counters" not in state:
         return described
     counters = Counters(state["counters"])
@@ -392,6 +395,7 @@ def _of_saved_rows(described: Info, state: dict[str, Any]) -> Info:
     described = replace(
         described,
         rows=counters.rows,
+        removed=counters.removed,
         capacity=None if capacity is None else capacity * envs * counters.lanes,
         row_bytes=None if layout is None else layout["row_bytes"],
         envs=envs,

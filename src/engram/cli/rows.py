@@ -23,23 +23,28 @@ _TRIES = 100  # beside a writer
 
 
 class RowsShown(NamedTuple):
-    """Some rows: their slots (int64 [n]), and the batch, or the list of items where steps are stored as items."""
+    """Some rows: their slots (int64 [n]), and the batch, or the list of items where steps are stored as items; and the
+    positions of those that were removed.
+    """
 
     slots: Tensor
     batch: Any
+    removed: tuple[int, ...] = ()
+
+    def _names(self) -> list[str]:
+        """How a table names each row."""
+        return [f"{slot} removed" if i in self.removed else str(slot) for i, slot in enumerate(self.slots.tolist())]
 
     def cells(self) -> Cells:
         """A table of them: names of the columns, and the cells of each row. Large leaves are summed up."""
         if isinstance(self.batch, list):
             return ("slot", "item"), [
-                (str(slot), " ".join(repr(item).split())[:200])
-                for slot, item in zip(self.slots.tolist(), self.batch, strict=True)
+                (name, " ".join(repr(item).split())[:200]) for name, item in zip(self._names(), self.batch, strict=True)
             ]
         leaves = [(shown_key(path), to_tensor(value)) for path, value in describe(self.batch, 1)[1]]
         head = ("slot", *(name for name, _ in leaves))
         return head, [
-            (str(slot), *(cell(_as_array(values[row])) for _, values in leaves))
-            for row, slot in enumerate(self.slots.tolist())
+            (name, *(cell(_as_array(values[row])) for _, values in leaves)) for row, name in enumerate(self._names())
         ]
 
     def images(self) -> dict[str, Tensor]:
@@ -74,12 +79,15 @@ class RowsShown(NamedTuple):
         write_target(user_path(path), self.to_png(key), PICTURE)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """A dict for each row: every value of every leaf."""
-        slots = self.slots.tolist()
+        """A dict for each row: every value of every leaf; of a removed one also `removed`."""
+        slots = [
+            {"slot": slot, **({"removed": True} if i in self.removed else {})}
+            for i, slot in enumerate(self.slots.tolist())
+        ]
         if isinstance(self.batch, list):
-            return [{"slot": slot, "item": repr(item)} for slot, item in zip(slots, self.batch, strict=True)]
+            return [{**slot, "item": repr(item)} for slot, item in zip(slots, self.batch, strict=True)]
         leaves = [(shown_key(path), to_tensor(value).tolist()) for path, value in describe(self.batch, 1)[1]]
-        return [{"slot": slot, **{name: values[row] for name, values in leaves}} for row, slot in enumerate(slots)]
+        return [{**slot, **{name: values[row] for name, values in leaves}} for row, slot in enumerate(slots)]
 
 
 def _info_of(name: str, values: Tensor) -> KeyInfo:
@@ -90,6 +98,9 @@ def head(
     path: str | os.PathLike[str], n: int = 10, *, snapshot: str | None = None, progress: bool = False
 ) -> RowsShown:
     """The oldest n rows at a path (fewer where fewer are stored), lane by lane; with several environments steps of all.
+    Those that were removed are among them, and marked.
+
+    Removed rows are left out.
 
     `progress` shows that a file is being read, if standard error is a terminal.
 
@@ -161,5 +172,6 @@ def _read(storage: Storage, choose: Callable[[], Tensor]) -> RowsShown:
             return RowsShown(slots, [])
         rows = storage.read(slots)
         if rows.overwritten is None and rows.absent is None:
-            return RowsShown(slots, rows.batch)
+            removed = () if storage.lanes is None else tuple(storage.lanes.store.removed(slots) or ())
+            return RowsShown(slots, rows.batch, removed)
     raise StorageInUseError("the rows are overwritten faster than they are read; try again")

@@ -70,6 +70,8 @@ def facts(result: Info) -> Iterator[tuple[str, str]]:
     if result.rows is not None:
         share = f" of {result.capacity:,} ({result.rows / result.capacity:.0%})" if result.capacity else ""
         yield "rows", f"{result.rows:,}{share}"
+    if result.removed:
+        yield "removed", f"{result.removed:,} of these, which are not drawn"
     if result.envs > 1:
         yield "envs", str(result.envs)
     if result.row_bytes is not None:
@@ -163,6 +165,8 @@ def _lines_of(now: Activity) -> Iterator[str]:
     share = f" of {now.capacity:,} ({now.rows / now.capacity:.0%})" if now.capacity else ""
     use = "in use" if now.in_use else "nobody has it open"
     yield f"  rows       {now.rows:,}{share}, {now.written:,} written; {use}"
+    if now.removed:
+        yield f"  removed    {now.removed:,} of these, which are not drawn"
     yield f"  rates      {_rate(now.rate_in)} in, {_rate(now.rate_out)} overwritten"
     for writer in now.writers:
         yield f"  writer     {_writer(writer)}"

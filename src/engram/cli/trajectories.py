@@ -13,7 +13,7 @@ from torch import Tensor
 from engram.cli.returns import NO_ENDS, sum_rewards
 from engram.data import Storage
 from engram.kernel.replay import stored_trajectories
-from engram.kernel.rows import IDS, EpisodeIndex, outcome_path
+from engram.kernel.rows import IDS, EpisodeIndex, outcome_path, without_removed
 from engram.pytree import KeyPath
 
 
@@ -27,12 +27,13 @@ class Trajectories(NamedTuple):
     rows: list[range]
 
 
-def trajectories_of(storage: Storage, end_key: KeyPath | None = None) -> Trajectories | str:
+def trajectories_of(storage: Storage, end_key: KeyPath | None = None, *, left_only: bool = False) -> Trajectories | str:
     """Every stored trajectory, with the steps of the same moment; or a text that says why none can be counted.
 
     Args:
         end_key: the flags; None: `("next", "done")`, or `"done"` of flat rows. Ids come first, unless other flags than
             `("next", "done")` are named.
+        left_only: without removed steps; what lies before and behind such steps is a trajectory each.
     """
     if storage.layout is None and len(storage):
         return "steps are stored as items of any form: episodes are not looked for"
@@ -42,7 +43,10 @@ def trajectories_of(storage: Storage, end_key: KeyPath | None = None) -> Traject
     counted = stored_trajectories(storage, EpisodeIndex(end_key=end_key))
     if counted is None:
         return NO_ENDS
-    return Trajectories(*counted[0], counted[1])
+    trajectories, rows = counted
+    if left_only and storage.lanes is not None:
+        trajectories, _ = without_removed(storage.lanes.store, trajectories, rows)
+    return Trajectories(*trajectories, rows)
 
 
 def has_rewards(storage: Storage) -> bool:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from engram import data as engram_data
-from engram.compat.transitions import read_slots
+from engram.compat.transitions import read_slots, refuse_removed
 from engram.data import LazyTensorStorage, Storage
 from engram.kernel.tools import packages
 
@@ -134,6 +134,16 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         self._check_slots(result[0], [int(self.subbuffer_edges[i]) + slot for i, slot in zip(ids, slots, strict=True)])
         return result
 
+    # ---- what tianshou draws, and copies: removed rows would be among it ----
+    def sample(self, batch_size: int | None) -> Any:
+        refuse_removed(self.rows, "rows")
+        return super().sample(batch_size)
+
+    def sample_indices(self, batch_size: int | None) -> Any:
+        if batch_size != 0:  # 0: all steps, to look at
+            refuse_removed(self.rows, "rows")
+        return super().sample_indices(batch_size)
+
     def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
         """Numbers of rings, counted from 0. IndexError: there is no such ring."""
         raise NotImplementedError
@@ -180,7 +190,8 @@ class _WritesRows(_Behind):  # type: ignore[misc]
         return cls._of_own(own, own._meta, storage)
 
     def _as_own(self) -> Any:
-        """tianshou's own buffer with the same steps."""
+        """tianshou's own buffer with the same steps. RuntimeError: some of them were removed."""
+        refuse_removed(self.rows, "rows")
         own = self._own.__new__(self._own)
         meta: Any = vars(self)["_meta"]
         stored = Batch()
@@ -261,6 +272,7 @@ class _OneRing(_WritesRows):
         source.stack_num = 1  # all steps, also those whose stack would begin before them
         index = source.sample_indices(0)
         if isinstance(buffer, _WritesRows):
+            refuse_removed(buffer.rows, "rows")
             row = source._read(index)
         else:
             row = self._row(source._meta[index], (len(index),), last_obs=False)
@@ -276,6 +288,7 @@ class _OneRing(_WritesRows):
         """Takes out the steps in which some value is None or NaN; those that stay move up, the oldest to the front."""
         if not len(self):
             return
+        refuse_removed(self.rows, "rows")
         source: Any = object.__new__(type(self))
         source.__dict__.update(vars(self))
         source.stack_num = 1

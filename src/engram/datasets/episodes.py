@@ -6,6 +6,7 @@ Steps are episode data (TED): the next observation, reward and flags of a step a
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +21,7 @@ from engram import pytree
 from engram._progress import progress_bar
 from engram.data import ReplayBuffer, Storage, StorageEnsemble
 from engram.errors import DatasetError
-from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout
+from engram.kernel.rows import IDS, EpisodeIndex, LeafSpec, RowLayout, removed_steps, without_removed
 from engram.kernel.spaces import LeafSpace
 from engram.kernel.tools import open_regular, visible, warn_user
 from engram.pytree import Key, KeyPath, as_path, stack, to_tensor
@@ -339,6 +340,8 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
     if isinstance(storage, Storage):
         if storage.lanes is None or not len(storage):
             raise ValueError("there is nothing to write: the buffer is empty")
+        if storage.lanes.all_removed:
+            raise ValueError(f"there is nothing to write: all {len(storage)} stored rows were removed")
         return StoredSteps(storage, EpisodeIndex(end_key=end_key, traj_key=traj_key), excluded)
     batches = [data] if isinstance(data, TensorDictBase) else data
     if isinstance(batches, dict | Tensor | str) or not isinstance(batches, Iterable):
@@ -350,44 +353,55 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
 
 
 class StoredSteps:
-    """The steps of a storage, lane by lane, environment by environment, oldest first."""
+    """The steps of a storage that were not removed, lane by lane, environment by environment, oldest first.
+
+    A trajectory out of which steps were removed is several: one ends before each gap, another begins behind it.
+    """
 
     def __init__(self, storage: Any, episodes: EpisodeIndex, exclude: tuple[KeyPath, ...]) -> None:
         self._storage, self._episodes, self._exclude = storage, episodes, exclude
 
     @property
     def total(self) -> int:
-        return len(self._storage)
+        return len(self._storage) - int(self._storage.lanes.store.removed_rows)
 
     def blocks(self) -> Iterator[StepBlock]:
         """All steps; writers of this process wait until the last block was handed out, as during `dumps`."""
         with self._storage.mutex:
-            trajectories, rows = self._counted()
+            trajectories, rows, removed = self._counted()
             nothing = np.zeros((0, 2), np.int64)
             for lane, stored in enumerate(rows):
+                gone = removed[lane]
                 for env in range(self._storage.lanes.envs):
                     own = None if trajectories is None else trajectories.get((lane, env), nothing)
-                    yield from self._env_blocks(lane, env, stored.start, stored.stop, own)
+                    left = np.ones(len(stored), np.bool_) if gone is None else ~gone[:, env]
+                    yield from self._env_blocks(lane, env, stored, left, own)
 
-    def _counted(self) -> tuple[dict[tuple[int, int], Ints] | None, list[range]]:
+    def _counted(self) -> tuple[dict[tuple[int, int], Ints] | None, list[range], list[npt.NDArray[np.bool_] | None]]:
         """Starts and lengths [k, 2] of the trajectories of each lane and environment; None without flags and ids.
 
-        And the sequences of the steps of each lane, of the same moment.
+        And the sequences of the steps of each lane, of the same moment, and which rows of them were removed.
         """
+        store = self._storage.lanes.store
         try:
             trajectories, rows = self._episodes.trajectories_and_rows(self._storage)
         except KeyError:
-            return None, [range(lane["first"], lane["published"]) for lane in self._storage.lanes.counters()]
+            rows = [range(lane["first"], lane["published"]) for lane in self._storage.lanes.counters()]
+            return None, rows, [removed_steps(store, lane, steps) for lane, steps in enumerate(rows)]
+        trajectories, removed = without_removed(store, trajectories, rows)
         lanes, envs, *bounds = (t.numpy() for t in trajectories)
         n = self._storage.lanes.envs
         groups, begins = np.unique(lanes * n + envs, return_index=True)
         order = np.argsort(begins)
         pieces = np.split(np.stack(bounds, 1), np.sort(begins)[1:])
         own = {divmod(int(g), n): piece for g, piece in zip(groups[order], pieces, strict=True)}
-        return own, rows
+        return own, rows, removed
 
-    def _env_blocks(self, lane: int, env: int, start: int, stop: int, trajectories: Ints | None) -> Iterator[StepBlock]:
-        if start >= stop:
+    def _env_blocks(
+        self, lane: int, env: int, steps: range, left: npt.NDArray[np.bool_], trajectories: Ints | None
+    ) -> Iterator[StepBlock]:
+        start, stop = steps.start, steps.stop
+        if start >= stop or not left.any():
             return
         n, written = block_rows(self._row_bytes(lane, env, start)), False
         for begin in range(start, stop, n):
@@ -403,6 +417,11 @@ class StoredSteps:
             if trajectories is not None and not written:
                 trajectories = _beginning_at(trajectories, begin + missing)
             written = True
+            kept = left[begin + missing - start : end - start]
+            if not kept.any():
+                continue
+            if not kept.all():
+                rows = pytree.map_outermost(rows, operator.itemgetter(torch.from_numpy(np.flatnonzero(kept))))
             parts = None if trajectories is None else _parts_within(trajectories, begin + missing, end)
             yield StepBlock(pytree.without_entries(rows, self._exclude), parts)
 
@@ -438,6 +457,7 @@ def _parts_within(trajectories: Ints, start: int, stop: int) -> Ints:
     starts = trajectories[:, 0]
     first = np.searchsorted(starts, start, "right") - 1
     inside = trajectories[max(0, first) : np.searchsorted(starts, stop, "left")]
+    inside = inside[inside.sum(1) > start]  # between two, steps may have been removed
     begin = np.maximum(inside[:, 0], start)
     return np.stack([np.minimum(inside.sum(1), stop) - begin, begin - inside[:, 0], inside[:, 1]], 1)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engram.data import DrawTotals, LazyMemmapStorage
+from engram.data import LazyMemmapStorage, RandomSampler
 from engram.distributed.blocks import Block
 from engram.distributed.client import PendingCall, ShardClient
 from engram.distributed.folder_lock import FolderWatch, watch_folder
@@ -188,6 +188,7 @@ class LocalReader:
         self._shard = shard
         self._watch = watch
         self._storage: Any = LazyMemmapStorage.open(folder, read_only=True)
+        self._sampler = RandomSampler()  # which says what is drawn from
 
     @property
     def is_live(self) -> bool:
@@ -203,7 +204,7 @@ class LocalReader:
             raise ShardUnavailableError(f"the process of shard {self._shard.number} has ended")
         drawn = draw_rows(self._storage, n, seed)
         rows, writes = len(self._storage), self._storage.write_count
-        totals = self._shard.totals._replace(rows=rows, writes=writes, draws=DrawTotals(float(rows)))
+        totals = self._shard.totals._replace(rows=rows, writes=writes, draws=self._sampler.totals(self._storage))
         return DrawnRows(*drawn, None, None, None, None, totals)
 
     def close(self) -> None:

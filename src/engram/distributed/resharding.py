@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +18,7 @@ from engram.data import PrioritizedSampler, ReplayBuffer, Sampler
 from engram.errors import CheckpointMisfitError
 from engram.kernel.disk import Checkpoint, Counters
 from engram.kernel.replay import saved_storage
-from engram.kernel.rows import RowLayout
+from engram.kernel.rows import RowLayout, removed_steps
 from engram.kernel.tools import forms
 
 _BLOCK_BYTES = 16 << 20  # of rows that are copied together
@@ -128,7 +129,7 @@ class LoadedPiece:
         self.new_priority = sampler.totals(storage).new_priority
 
     def runs(self) -> Iterator[Run]:
-        """The rows of the piece, in their order."""
+        """The rows of the piece that were not removed, in their order; behind removed ones another run begins."""
         before = 0  # rows of lanes before
         most = max(1, _BLOCK_BYTES // max(1, self.layout.payload_bytes))
         for lane, state in enumerate(self._lanes.states()):
@@ -138,9 +139,12 @@ class LoadedPiece:
             before += stop - base
             if first >= last:
                 continue
-            borders = sorted({first, *(seam for seam in state["seams"] if first < seam < last), last})
-            for begin, end in itertools.pairwise(borders):
-                for at in range(begin, end, most):
+            borders = {first, *(seam for seam in state["seams"] if first < seam < last), last}
+            removed = removed_steps(self._lanes.store, lane, range(first, last))
+            gone = np.zeros(last - first, np.bool_) if removed is None else removed[:, 0]
+            borders.update((np.flatnonzero(np.diff(gone)) + 1 + first).tolist())
+            for begin, end in itertools.pairwise(sorted(borders)):
+                for at in range(begin, end if not gone[begin - first] else begin, most):
                     yield self._run(lane, at, min(at + most, end), begins=at == begin)
 
     def _run(self, lane: int, start: int, stop: int, begins: bool) -> Run:

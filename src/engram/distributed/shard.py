@@ -293,6 +293,7 @@ class ReplayShard:
         self._priorities.restart(_store_name(self._storage), self._new_priority)
         sequences = self._lanes.generations(torch.arange(self._lanes.capacity, device="cpu"))
         stored = (sequences >= 0).nonzero().flatten()
+        stored = stored[~self._storage.is_removed(stored)]
         if len(stored):
             assert isinstance(self._sampler, PrioritizedSampler)
             priorities = self._sampler.priorities(stored, storage=self._storage)
@@ -600,9 +601,10 @@ class ReplayShard:
                 totals = self._totals(newest=False)
             if len(draw.slots) > n:
                 raise ValueError(f"{self._sampler!r} drew {len(draw.slots)} rows where {n} were asked for")
+            removed = self._rows.removed(draw.slots)  # before the read, as in `Member`
             rows = self._storage.read_packed(draw.slots, by_leaf, sequences=True)
             assert rows.sequences is not None
-            lost = draw.lost(rows.overwritten, rows.absent)
+            lost = sorted({*draw.lost(rows.overwritten, rows.absent), *(removed or ())})
             runs, is_padded = draw.runs, "mask" in dict(draw.marks)
             if lost and runs is not None:
                 continue

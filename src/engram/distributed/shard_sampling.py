@@ -27,7 +27,7 @@ def draw_sequences(ranges: Sequence[Tensor], n: int, generator: torch.Generator 
     """n rows drawn uniformly from all shards, with replacement.
 
     Every row of that moment is as likely as any other, however the shards grow until it is read; one that is
-    overwritten by then is drawn again, from newer ranges.
+    overwritten by then, or was removed, is drawn again, from newer ranges.
 
     Args:
         ranges: for each shard int64 [lanes, 2], the oldest sequence of each lane and the one after its newest.
@@ -56,7 +56,8 @@ def draw_sequences(ranges: Sequence[Tensor], n: int, generator: torch.Generator 
 
 
 class RowsBySequence(NamedTuple):
-    """Rows that were asked for by lane and sequence; `present` (bool [n]): those that are still there, and whole."""
+    """Rows that were asked for by lane and sequence; `present` (bool [n]): those that are still there, whole, and were
+    not removed."""
 
     block: Block
     slots: Tensor
@@ -73,10 +74,11 @@ def read_by_sequence(storage: LazyTensorStorage, lane: Tensor, sequence: Tensor)
     if lanes is None or layout is None:
         raise RuntimeError(EMPTY)
     slots = lanes.slots_of(lane, sequence)
+    removed = lanes.store.removed(slots)  # before the read: the bit of a row goes when another one takes its place
     rows = storage.read_packed(slots, goes_by_leaf(layout), sequences=True)
     assert rows.sequences is not None
     present = rows.sequences == sequence
-    for gone in (rows.overwritten, rows.absent):
+    for gone in (rows.overwritten, rows.absent, removed):
         if gone is not None:
             present[gone] = False
     return RowsBySequence(Block(tuple(part.numpy() for part in rows.batch)), slots, present)
@@ -91,7 +93,7 @@ class UniformRows(NamedTuple):
 
 
 def draw_rows(storage: LazyTensorStorage, n: int, seed: int) -> UniformRows:
-    """n rows drawn uniformly from a store, less those that were overwritten while they were read.
+    """n rows drawn uniformly from those of a store that were not removed, less what was overwritten meanwhile.
 
     A row that is gone is left out, and not drawn again: so all others are as likely.
     """

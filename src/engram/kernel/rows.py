@@ -7,6 +7,7 @@ from engram.store.episodes import EpisodeIndex
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.n_step import NSteps
+from engram.store.removed import removed_steps, without_removed
 from engram.store.row_form import IDS, outcome_path
 from engram.store.streams import AdoptedStream, StreamEntry, StreamTable
 
@@ -27,4 +28,6 @@ __all__ = [
     "draw_slots_by_numpy",
     "has_memory_maps",
     "outcome_path",
+    "removed_steps",
+    "without_removed",
 ]

@@ -30,7 +30,6 @@ OWNER_SPIN_SECONDS = 50e-6
 WORKER_SPIN_SECONDS = 500e-6  # only where its last wait was as short as that
 _SPIN_SLICE = 50e-6  # between two slices Python handles signals
 
-_CAN_PIN = hasattr(os, "sched_setaffinity")
 _MOVES_AFTER = 0.01  # seconds between two moves to another core
 
 
@@ -80,7 +79,7 @@ class WorkerSlot:
     def _move_to_another_core(self) -> None:
         """Leaves a core that the scheduler gave to two workers (called in the one with the higher index)."""
         now = time.monotonic()
-        if now - self._moved < _MOVES_AFTER or not _CAN_PIN:
+        if now - self._moved < _MOVES_AFTER:
             return
         self._moved, allowed = now, os.sched_getaffinity(0)
         free = allowed - {self._cells[_STRIDE * i + _CORE] for i in range(self._size)}
@@ -403,7 +402,7 @@ class LockstepPool:
 
 def usable_cores() -> list[int]:
     """The indices of the CPU cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if _CAN_PIN else list(range(os.cpu_count() or 1))
+    return sorted(os.sched_getaffinity(0))
 
 
 def _bytes(size: int) -> int:

@@ -466,7 +466,7 @@ def validate_start_method(method: str | None) -> str:
     """The start method to use: `method`, or for None the default. Raises ValueError where there is no such method."""
     if method is None:
         uses_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return "spawn" if uses_cuda or "fork" not in get_all_start_methods() else "fork"
+        return "spawn" if uses_cuda else "fork"
     if method not in get_all_start_methods():
         raise ValueError(f"start method must be one of {', '.join(get_all_start_methods())}, or None, got {method!r}")
     return method

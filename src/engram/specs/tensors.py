@@ -16,7 +16,7 @@ from torch.nn.functional import one_hot
 from engram._advice import advised
 from engram._providers import PROVIDERS
 from engram.errors import OutsideSpecError
-from engram.pytree import to_tensor
+from engram.pytree import SIGNED, to_tensor
 from engram.specs.torchrl import torchrl_spec
 
 Self = TypeVar("Self", bound="Spec")
@@ -715,7 +715,8 @@ def _with_batch(tensor: Tensor, ndim: int, change: Callable[[Tensor], Tensor]) -
     """The tensor after `change` of its first `ndim` dimensions."""
     batch = tensor.shape[:ndim]
     positions = change(torch.arange(batch.numel(), device=tensor.device).reshape(batch))
-    return tensor.reshape(batch.numel(), *tensor.shape[ndim:])[positions]
+    signed = tensor.view(SIGNED.get(tensor.dtype, tensor.dtype))  # others are not indexed by older torches
+    return signed.reshape(batch.numel(), *tensor.shape[ndim:])[positions].view(tensor.dtype)
 
 
 def _one_hot_shape(shape: Sequence[int] | int | None, width: int, name: str) -> torch.Size:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 from typing import Any
+
+import numpy as np
 
 from engram import _forms as forms
 from engram._native import FIRST_REPLACED
@@ -35,6 +39,8 @@ class Counters:
         self.envs: int = counters["envs"]
         self._capacity: int | None = counters["lane_capacity"]
         self._lanes = [_checked(lane) for lane in counters["lanes"]]
+        bits = (removed_bits(lane, self.envs) for lane in counters["lanes"])
+        self.removed = sum(int.from_bytes(each, "little").bit_count() for each in bits)
 
     def check_envs(self, layout: dict[str, Any]) -> None:
         """ValueError where the layout names another number of environments than the counters."""
@@ -72,6 +78,35 @@ def _checked(lane: dict[str, Any]) -> tuple[int, int]:
     if lane["border"]["looked"] > published:
         raise ValueError(f"{lane['border']!r:.80} cannot be the evidence about the border of a lane")
     return base, published
+
+
+def removed_bits(lane: dict[str, Any], envs: int) -> bytes:
+    """A bit for each row of a saved lane from `base` on, as `Store.restore_removed` takes them; empty: none is removed.
+
+    What was saved may begin with rows that are not there any more, as others overwrote them before they were read.
+
+    Raises:
+        ValueError: no lane can have saved this.
+    """
+    removed, base, published = lane.get("removed"), lane["base"], lane["published"]
+    if removed is None:
+        return b""
+    first, text = removed["first"], removed["bits"]
+    n = (published - first) * envs
+    try:
+        packed = np.frombuffer(base64.b64decode(text, validate=True), np.uint8)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"the removed rows of a lane are no base 64: {text!r:.80} ({error})") from None
+    if first > base or len(packed) != -(-n // 8):
+        raise ValueError(
+            f"the removed rows of a lane are {len(packed)} bytes of bits from row {first} on, which are not those of "
+            f"its rows {base} to {published} of {envs} environments"
+        )
+    bits = np.unpackbits(packed, bitorder="little")
+    if bits[n:].any():
+        raise ValueError(f"the removed rows of a lane have bits behind its newest row, {published - 1}")
+    left = bits[(base - first) * envs : n]
+    return np.packbits(left, bitorder="little").tobytes() if left.any() else b""
 
 
 def check_sequences(sequences: list[int], n: int) -> None:

@@ -214,7 +214,7 @@ def reserve_holes(fd: int, stat: os.stat_result, nbytes: int, path: Path) -> Non
     """
     # Both are needed: a file has blocks that are not its bytes, and reserved space that was never written is a hole.
     whole = stat.st_blocks * 512 >= nbytes and _first_hole(fd) >= nbytes
-    if whole or not hasattr(os, "posix_fallocate"):
+    if whole:
         return
     try:
         os.posix_fallocate(fd, 0, nbytes)

@@ -23,6 +23,7 @@ import engram._native as _native
 from engram._system import fork_registry, notice_fork, run_after_fork
 from engram._text import warn_user
 from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
+from engram.store.counters import removed_bits
 from engram.store.locks import LaneLocks
 
 _MAX_DRAWS = 10_000  # of `retry_draw`
@@ -183,8 +184,7 @@ class Lanes:
         """Takes over the counters of a saved lane (`saved_states`), whose sequences were `shift` higher."""
         store, origin = self.store, (lane["origin"] - shift) % (1 << 64)
         store.restore_lane(i, lane["base"] - shift, lane["published"] - shift, origin)
-        if removed := lane.get("removed"):
-            store.restore_removed(i, removed["first"] - shift, base64.b64decode(removed["bits"]))
+        store.restore_removed(i, lane["base"] - shift, removed_bits(lane, self.envs))
         store.set_border_evidence(i, max(0, lane["border"]["looked"] - shift), lane["border"]["agreed"])
         if self.moves_on and not shift:
             store.set_stint(i, lane.get("ticket", 0), lane.get("left", 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tensordict import TensorDict
 import engram
 from contracts.corruption import NASTY, Forger, exchanged, places, without
 from contracts.each import each
+from contracts.pairwise import pairwise_product
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -90,13 +92,25 @@ def content(rb: TensorDictReplayBuffer) -> Any:
     return steps, lane, str(rb.sampler.state_dict()["priorities"])
 
 
-@each("storage", STORAGES)
-@each("own", [Slots, State])
-@each("n", [1, 5, ROOM, 33, 2 * ROOM])
-@each("room", [ROOM, 50])
+LOADS = (STORAGES, [Slots, State], [1, 5, ROOM, 33, 2 * ROOM], [ROOM, 50])
+
+
+@each(("storage", "own", "n", "room"), pairwise_product(*LOADS))
 def test_a_load_gives_what_our_own_checkpointers_give(
     tmp_path: Path, storage: str, own: type[Any], n: int, room: int
 ) -> None:
+    assert_equal_loads(tmp_path, storage, own, n, room)
+
+
+@pytest.mark.deep
+@each(("storage", "own", "n", "room"), product(*LOADS))
+def test_a_load_of_any_combination_gives_what_our_own_checkpointers_give(
+    tmp_path: Path, storage: str, own: type[Any], n: int, room: int
+) -> None:
+    assert_equal_loads(tmp_path, storage, own, n, room)
+
+
+def assert_equal_loads(tmp_path: Path, storage: str, own: type[Any], n: int, room: int) -> None:
     found = []
     for made, place in ((own, "own"), (lambda: None, "ours")):
         written(buffer(STORAGES[storage](ROOM), made()), n).dumps(tmp_path / place)

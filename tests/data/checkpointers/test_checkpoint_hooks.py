@@ -16,6 +16,7 @@ from tensordict import LazyStackedTensorDict, MemoryMappedTensor, NonTensorData,
 import engram
 from contracts.each import each
 from contracts.pairwise import in_turns
+from contracts.tiers import in_quick
 from engram import verify
 from engram.checkpoint import encoding, writer
 from engram.checkpoint import hooks as through_hooks
@@ -346,7 +347,7 @@ def test_a_store_whose_rows_others_overwrite_meanwhile_is_not_saved(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", in_quick([True, False], [True]))
 def test_hooks_on_a_mapped_store_need_little_memory(blocking, monkeypatch, tmp_path):
     """The pages of the store and of the snapshot are those of files, which the system can take back."""
     for limit in (through_hooks, encoding):

@@ -126,6 +126,7 @@ def trees() -> dict[Path, ast.Module]:
     return {file: ast.parse(file.read_text()) for file in FILES}
 
 
+@pytest.mark.deep
 @each("file", FILES)
 def test_nothing_in_the_package_can_run_what_it_reads(file: Path, trees: dict[Path, ast.Module]) -> None:
     assert list(found_in(trees[file])) == NEEDED.get(str(file.relative_to(ROOT)), [])
@@ -186,6 +187,7 @@ def is_literal(node: ast.AST) -> bool:
     return (isinstance(node, ast.Constant)) or (isinstance(node, ast.Name) and node.id.isupper())
 
 
+@pytest.mark.deep
 def test_on_the_loading_path_no_attribute_is_named_by_what_was_read(trees: dict[Path, ast.Module]) -> None:
     """Names that are computed go over strings that stand in the code, but for those that are listed above."""
     found = set()
@@ -208,6 +210,7 @@ class Counting(Transform):
         return batch
 
 
+@pytest.mark.deep
 @each("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
 def test_no_state_sets_what_a_transform_consists_of(name: str) -> None:
     rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Counting(), batch_size=2)

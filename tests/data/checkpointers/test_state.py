@@ -108,9 +108,9 @@ def test_any_state_comes_back_exactly(ram_path, state):
 
 @each("dtype", TORCH_DTYPES)
 @each("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)])
-def test_tensors_of_every_dtype_come_back(tmp_path, dtype, shape):
+def test_tensors_of_every_dtype_come_back(ram_path, dtype, shape):
     tensor = make_tensor(dtype, shape)
-    assert_same(round_trip(tmp_path, tensor), tensor)
+    assert_same(round_trip(ram_path, tensor), tensor)
 
 
 def test_views_come_back_as_their_values(tmp_path):

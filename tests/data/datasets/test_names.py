@@ -114,6 +114,7 @@ SPACES = st.recursive(
 )
 
 
+@pytest.mark.deep
 @given(SPACES, SPACES, st.sampled_from(["given", "of the environment", "unknown"]))
 @settings(max_examples=40, deadline=None)
 def test_the_space_decides_the_names_and_steps_are_read_under_their_keys(tmp_path_factory, observation, action, known):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from contracts.tiers import in_quick
 from data.samplers.episode_oracle import World
 from engram import _native
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, TensorStorage
@@ -82,7 +83,10 @@ def made(world):
     return EpisodeIndex(traj_key=key) if world.by_id else EpisodeIndex(end_key=key)
 
 
-@pytest.mark.parametrize("kind", ["rows", "environments", "list", "columns", "lanes"])
+KINDS = ["rows", "environments", "list", "columns", "lanes"]
+
+
+@pytest.mark.parametrize("kind", in_quick(KINDS, ["environments", "lanes"]))
 @settings(max_examples=25, deadline=None)
 @given(
     operations=st.lists(st.tuples(OPERATIONS, st.booleans()), max_size=14),

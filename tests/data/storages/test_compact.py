@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.tiers import in_quick
 from engram._native import testing
 from engram.data import (
     Compact,
@@ -34,7 +35,19 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "CHUNK_BYTES", 600)  # of a checkpoint: some steps each
 
 
-class TestCompactInPrivateMemory(CompactContract):
+class CompactInTiers(CompactContract):
+    """Of the random programs the first few are quick."""
+
+    quick = 2
+
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        if "program" in metafunc.fixturenames:
+            metafunc.parametrize("program", in_quick(range(self.programs), range(self.quick)))
+
+
+class TestCompactInPrivateMemory(CompactInTiers):
+    quick = 12
+
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
         return LazyTensorStorage(capacity, ndim=ndim, compact=compact)
 
@@ -45,35 +58,35 @@ class TestCompactInPrivateMemory(CompactContract):
         assert storage.compact is None and storage.get([2])["x"].tolist() == [2]
 
 
-class TestCompactInSharedMemory(CompactContract):
+class TestCompactInSharedMemory(CompactInTiers):
     programs = 12
 
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
         return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared=True)
 
 
-class TestCompactInSharedMemoryOfFirstWriters(CompactContract):
+class TestCompactInSharedMemoryOfFirstWriters(CompactInTiers):
     programs = 6
 
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
         return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared_init=True)
 
 
-class TestCompactInSeveralLanes(CompactContract):
-    programs, frame_bytes = 12, 1.5  # each lane has tails of its own
+class TestCompactInSeveralLanes(CompactInTiers):
+    programs, quick, frame_bytes = 12, 5, 1.5  # each lane has tails of its own
 
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyTensorStorage:
         return LazyTensorStorage(capacity, ndim=ndim, compact=compact, shared=True, lanes=2 if ndim == 1 else None)
 
 
-class TestCompactInAFolder(CompactContract):
-    programs = 12
+class TestCompactInAFolder(CompactInTiers):
+    programs, quick = 12, 5
 
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyMemmapStorage:
         return LazyMemmapStorage(capacity, ndim=ndim, compact=compact, scratch_dir=path)
 
 
-class TestCompactInTemporaryFiles(CompactContract):
+class TestCompactInTemporaryFiles(CompactInTiers):
     programs = 6
 
     def make(self, capacity: int, compact: Any, ndim: int, path: Any) -> LazyMemmapStorage:

@@ -177,6 +177,7 @@ def test_counters_that_promise_more_rows_than_there_is_room_for_draw_no_slot_out
     os.close(fd)
 
 
+@pytest.mark.deep
 def test_counters_of_all_kinds(tmp_path: Path, image: bytes) -> None:
     draw = random.Random(0)
     extremes = [0, 1, 19, 20, 21, 35, (1 << 63) - 1, 1 << 63, (1 << 63) | 5, (1 << 64) - 1, (1 << 64) - 20, 1 << 40]

@@ -35,6 +35,7 @@ from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.buffers.in_place import as_index, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.publishing import DrawCounts, StatsPublisher
+from engram.data.replay_buffers.buffers.removal import RowBlock, remove_at, remove_where
 from engram.data.replay_buffers.buffers.stats import (
     BatchCount,
     BufferStats,
@@ -86,7 +87,6 @@ from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
 from engram.store.places import READ_ONLY
-from engram.store.removed import RowBlock, remove_at, remove_where
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose

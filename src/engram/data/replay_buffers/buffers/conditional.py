@@ -40,7 +40,8 @@ class UpdateResult(NamedTuple):
     Attributes:
         applied: the number of records that were written.
         updated: bool [n], which they are.
-        stale: bool [n], whose step was overwritten, or forgotten, since its generation was read: nothing was written.
+        stale: bool [n], whose step was overwritten, removed or forgotten since its generation was read: nothing was
+            written.
         rejected: bool [n], whose step is still there and has this version or a newer one: nothing was written.
 
     Example:
@@ -128,7 +129,7 @@ def write_if_present(
     version: Version | None,
     index_key: str | None,
 ) -> UpdateResult:
-    """Writes the entries of a patch over the rows that still have these generations; others stay as they are.
+    """Writes the entries of a patch over the rows that still have these generations; others, and removed ones, stay.
 
     The caller uses the storage exclusively. Records of one slot act as if they came one after the other.
 
@@ -140,6 +141,8 @@ def write_if_present(
     source: Storage | Table = storage if access.writes_as_read else access.table
     change = _ItemPatch(patch, n) if access.item_reader is not None else _RowPatch(source, patch, n, index_key)
     present = (stored_generations(storage.lanes, slots) == generation) & (generation >= 0)
+    if (lanes := storage.lanes) is not None and (removed := lanes.store.removed(slots.clamp(min=0))):
+        present[removed] = False
     updated = present if version is None else present & _new_enough(source, slots, present, version)
     chosen = updated.nonzero().flatten()
     if (last := last_of_each(slots[chosen])) is not None:

@@ -240,10 +240,8 @@ class Member:
 
         None: all rows of the storage have been replaced by others since they were drawn.
         """
-        storage, lanes = self.storage, self.storage.lanes
-        # Whatever a sampler draws, no batch has a removed row. It looks before the rows are read: afterwards the bit of
-        # a removed row that was read may have been cleared by whoever replaces it (docs/memory-model.md).
-        removed = lanes.store.removed(draw.slots) if lanes is not None and lanes.store.removals else None
+        storage = self.storage
+        removed = self.removed(draw.slots)  # before the read: the bit of a row goes when another one takes its place
         # Positional: the hot path.
         items = self._items
         if items is None:
@@ -256,9 +254,14 @@ class Member:
             return None
         is_whole = overwritten is None and absent is None and draw.seen is None
         lost = None if is_whole else draw.lost(overwritten, absent)
-        if removed:
+        if removed:  # whatever a sampler draws, no batch has a removed row
             lost = sorted({*(lost or ()), *removed})
         return batch, lost, absent, generation
+
+    def removed(self, slots: Tensor) -> list[int] | None:
+        """The positions of rows that were removed; None: there are none."""
+        lanes = self.storage.lanes
+        return None if lanes is None or not lanes.store.removals else lanes.store.removed(slots)
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
         """Draw, batch and generations with other rows at the positions whose rows do not exist any more.
@@ -686,8 +689,8 @@ class BatchReader:
         info = joined([draw.info for draw in draws])
         extra = members[0].entries(index, info) if self._attaches else {}
         tables = self._tables(members)
-        if tables is None:
-            return None
+        if tables is None or any(member.removed(draw.slots) for member, draw in zip(members, draws, strict=True)):
+            return None  # each member draws anew what was removed
         shape = tuple(index.shape)
         entries_of_parts: list[Any] | None = None
         joint = None

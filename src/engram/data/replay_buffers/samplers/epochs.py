@@ -199,6 +199,17 @@ def no_lanes() -> None:
     """Where there are none yet."""
 
 
+def _part(lanes: Lanes, epoch: dict[str, Any], share: Callable[[int], Any]) -> tuple[int, int]:
+    """The positions of an epoch that begins from and up to which rows are drawn; all parts are equally many rows."""
+    store, ranges = lanes.store, [(first, max(0, n)) for first, n in epoch["ranges"]]
+    rows, removed = sum(n for _, n in ranges) * lanes.envs, store.removed_rows
+    begin, stop = share(max(0, rows - removed))
+    if not removed:
+        return begin, stop
+    walk = _native.EpochWalk(store, epoch["key"], bool(epoch["key"]), ranges, epoch["ring"])
+    return tuple(walk.take(store, 0, left)[1] if left else 0 for left in (begin, stop))  # type: ignore[return-value]
+
+
 class RowEpochs(Epochs):
     """Epochs of rows: `ranges` of sequences, one a lane, or `listed` ones.
 
@@ -221,7 +232,8 @@ class RowEpochs(Epochs):
 
         Args:
             key: gives what its permutation is made from.
-            share: from the number of rows, the positions from and up to which rows are drawn; None: all are.
+            share: from the number of rows that are left, the part of them that is drawn: from and up to the how-manieth
+                in the epoch's order; None: all are.
         """
         if self._is_loaded:
             self.find_loaded(storage, lanes.store)
@@ -234,7 +246,7 @@ class RowEpochs(Epochs):
                 "incarnation": lanes.store.incarnation, "ring": lanes.store.lane_capacity, "moved": [0] * len(existing),
             }  # fmt: skip
             if share is not None:
-                epoch["position"], epoch["stop"] = share(sum(max(0, n) for _, n in existing) * lanes.envs)
+                epoch["position"], epoch["stop"] = _part(lanes, epoch, share)
             self.number += 1
             self._begin(epoch)
         if self.walk is None:
@@ -370,6 +382,12 @@ class ExplicitOrder:
         return torch.from_numpy(slots), position
 
 
+def _gives(storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
+    """Whether an epoch that begins now gives n slices without removed rows."""
+    walk, seed = episodes.begin_epoch(storage, rule, 0, False), torch.zeros(1, dtype=torch.int64, device="cpu")
+    return episodes.take(storage, rule, walk, 0, seed, 0, n)[2]
+
+
 class SliceEpochs(Epochs, RunSource):
     """Epochs of trajectories, by their counts and the newest step of each environment.
 
@@ -442,6 +460,12 @@ class SliceEpochs(Epochs, RunSource):
             slices = self._take(storage, episodes, rule, seed(), n)
             if len(slices) == n or (len(slices) and not self.drop_last):
                 return slices
+        least = n if self.drop_last else 1
+        if lanes.store.removed_rows and not _gives(storage, episodes, rule, least):
+            raise RuntimeError(
+                f"an epoch has fewer than {least} slices without rows that were removed; use shorter slices, "
+                f"{'sample fewer, ' if least > 1 else ''}or store more rows"
+            )
         raise RuntimeError("writers overwrite the trajectories of an epoch before they can be read; use SliceSampler")
 
     def _take(
@@ -470,8 +494,10 @@ class SliceEpochs(Epochs, RunSource):
         return slices
 
     def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
-        left = episodes.choices(storage, rule)
-        return left >= n if self.drop_last else left > 0
+        lanes, choices = storage.lanes, episodes.choices(storage, rule)
+        if not self.drop_last or choices >= n or lanes is None or not lanes.store.removed_rows:
+            return choices >= n if self.drop_last else choices > 0
+        return choices > 0 and _gives(storage, episodes, rule, n)  # a trajectory that has lost some windows counts less
 
     def most_rows_of_runs(self, n: int, length: int, stored: int) -> int:
         return min(n * length, stored)  # each trajectory once

@@ -640,7 +640,8 @@ class PrioritizedSampler(Sampler, built_in=True):
             self.storage_state.mark(index, storage)
 
     def priorities(self, index: Any, *, storage: Storage | None = None) -> Tensor:
-        """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step.
+        """The priorities of stored steps as they were given: float64 [n]; -1 where a slot holds no step, or a removed
+        one.
 
         Raises:
             IndexError: an index lies outside the storage.

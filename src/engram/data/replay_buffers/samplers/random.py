@@ -146,7 +146,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         if lanes is None or not (len(lanes) or len(storage)) or lanes.all_removed:
             raise nothing_left(storage)
         if self._least_parts > 1:
-            self._check_share(batch_size, len(lanes))
+            self._check_share(batch_size, rows_left(storage))
         epochs = self.storage_state
         if epochs.drop_last and batch_size > (left := rows_left(storage)):
             raise ValueError(

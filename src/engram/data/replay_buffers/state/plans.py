@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from engram.errors import CheckpointMisfitError
+from engram.store.counters import removed_bits
 from engram.store.lanes import Lanes
 from engram.store.rows import Checked, Rows
 
@@ -182,6 +183,8 @@ class SavedStorage(abc.ABC):
         ours, theirs = ([_run(lane) for lane in one["lanes"]] for one in (own, saved))
         first = own["lanes"][0]["base"]
         is_as_saved = ours == theirs and first in (0, saved["lanes"][0]["base"])
+        if is_as_saved:
+            self._remove_as_saved(own, saved)
         if [run.rows for run in ours] == [run.rows for run in theirs] and not is_as_saved:
             if len(ours) > 1 or saved["envs"] > 1:
                 raise CheckpointMisfitError(
@@ -190,6 +193,13 @@ class SavedStorage(abc.ABC):
                 )
             if (first % (own["lane_capacity"] or 1), ours[0].end) == (0, ours[0].rows):
                 self.recount(saved, saved["lanes"][0]["base"] % (saved["lane_capacity"] or ours[0].rows or 1))
+
+    def _remove_as_saved(self, own: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Removes the rows that were removed when these were saved, which `set` does not know; both are counters."""
+        lanes = self._storage.lanes
+        if lanes is not None and not any("removed" in lane for lane in own["lanes"]):
+            for i, lane in enumerate(saved["lanes"]):
+                lanes.store.restore_removed(i, own["lanes"][i]["base"], removed_bits(lane, saved["envs"]))
 
     @abc.abstractmethod
     def recount(self, counters: dict[str, Any], oldest: int) -> None:

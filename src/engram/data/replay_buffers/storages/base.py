@@ -34,7 +34,7 @@ from engram.data.replay_buffers.storages.overrides import (
     own_attributes,
 )
 from engram.pytree import KeyPath
-from engram.store.indexing import check_stored, from_slots, to_slots
+from engram.store.indexing import check_stored, from_slots, stored_slots, to_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
@@ -239,10 +239,19 @@ class Storage(MadeFromParts):
         return removed
 
     def flatten(self) -> Storage:
-        """This storage, where it has one dimension; else a new one of one dimension with copies of all rows."""
+        """This storage, where it has one dimension; else a new one of one dimension with copies of all rows.
+
+        Removed rows are removed there, too.
+        """
         if self.ndim == 1 or self._of_data is None:
             return self
-        return self._of_data(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
+        lanes = self.lanes
+        removed = None if lanes is None else lanes.store.removed(stored_slots(lanes.store))
+        flat = self._of_data(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
+        if removed and flat.lanes is not None:
+            slots = torch.tensor(removed, device="cpu")
+            flat.lanes.remove(slots, flat.lanes.store.generations(slots))
+        return flat
 
     @property
     def nbytes(self) -> int:
