@@ -32,6 +32,7 @@ def test_tests_of_power_cuts_fail_without_a_protection(plant: int) -> None:
     tests = Path(__file__).parent / "test_removed_cuts.py"
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--show-capture=no", str(tests)],
-        env=os.environ | {"ENGRAM_PLANTED_MISTAKE": str(plant)}, capture_output=True, text=True, cwd=tests.parents[2], check=False,
+        env=os.environ | {"ENGRAM_PLANTED_MISTAKE": str(plant)}, cwd=tests.parents[2],
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 1 and "1 failed" in run.stdout, f"{PLANTS[plant]}: {run.stdout[-2000:]}"
