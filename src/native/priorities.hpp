@@ -211,7 +211,10 @@ class Priorities {
   void poll(const Store& store) {
     same_store_ = follower_.follows(store);
     follower_.poll(store, Visitor{*this, store});
-    if (const uint64_t removals = store.lanes.removals(); removals != removals_) forget_removed(store, removals);
+    // Who was killed while it removed rows has raised their count, but may not have said that it is done.
+    const uint64_t removals = store.lanes.removals(), removed = removals ? store.lanes.removed_rows() : 0;
+    if (removals != removals_ || removed > removed_) forget_removed(store, removals);
+    removed_ = removed;
     if (edited_.empty()) return;
     const double priority = new_priority(), leaf = transform_.leaf(priority);
     changes_.restart(edited_.size());  // allocates before the first change
@@ -559,7 +562,7 @@ class Priorities {
   bool max_within_buffer_, starts_, same_store_ = false;
   Follower follower_;
   uint64_t capacity_ = 0, skipped_ = 0;
-  uint64_t removals_ = 0;  // of the store, when its removed rows were looked at last
+  uint64_t removals_ = 0, removed_ = 0;  // of the store, when its removed rows were looked at last
   double seen_ = 1;    // the highest priority ever set
   double latest_ = 1;  // with `max_within_buffer_`: the priority of the last new rows
   std::optional<SumTree> tree_;   // beside each leaf the priority as it was set
