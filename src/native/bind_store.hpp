@@ -727,7 +727,7 @@ inline uint64_t remove_rows(Store& store, uint64_t lane, nb::handle slots_in, nb
   lanes.make_room_to_remove(lane, end);
   lanes.flow().in_use.fetch_or(kRemovesRows, std::memory_order_relaxed);
   lanes.note_removals();
-  const Lanes::Protocol protocol = lanes.protocol(lane);
+  const Lanes::Protocol protocol = lanes.with_removed(lane);
   uint64_t removed = 0;
   for (const auto& [w, env] : chosen) removed += protocol.remove(w, env);
   lanes.note_removals();
@@ -753,7 +753,7 @@ inline std::vector<uint32_t> removed_places(const Store& store, const int64_t* s
 // is removed. Empty: none is.
 inline nb::bytes removed_bits(const Store& store, uint64_t l, uint64_t from, uint64_t to) {
   check_lane(store, l);
-  const Lanes::Protocol lane = store.lanes.protocol(l);
+  const Lanes::Protocol lane = store.lanes.with_removed(l);
   if (from > to || to - from > lane.capacity) throw nb::value_error("more rows than the lane has room for");
   std::string bits;
   if (lane.removed.any()) {
@@ -778,7 +778,7 @@ inline void restore_removed(Store& store, uint64_t l, uint64_t from, nb::bytes g
   lanes.make_room_to_remove(l, std::min(lanes.capacity() * lanes.envs(), (from % lanes.capacity() * lanes.envs()) + bits.size() * 8));
   lanes.flow().in_use.fetch_or(kRemovesRows, std::memory_order_relaxed);
   lanes.note_removals();
-  const Lanes::Protocol lane = lanes.protocol(l);
+  const Lanes::Protocol lane = lanes.with_removed(l);
   for (uint64_t i = 0; i < bits.size() * 8; ++i)
     if (static_cast<uint8_t>(bits[i / 8]) >> i % 8 & 1) lane.remove(from + i / lane.envs, i % lane.envs);
   lanes.note_removals();

@@ -349,12 +349,12 @@ inline Slice draw_slice(const SliceRule& rule, const Trajectory& t, uint64_t ran
 
 // ---- removed rows: no slice has one ----
 inline bool has_removed(const Lanes& lanes, const Slice& s) {
-  return lanes.protocol(s.lane).has_removed(s.first, s.first + s.rows, s.env);
+  return lanes.with_removed(s.lane).has_removed(s.first, s.first + s.rows, s.env);
 }
 // The windows of a trajectory whose rows are all left, as ranges of first and last ones.
 inline std::vector<std::pair<int64_t, int64_t>> windows_left(const Lanes& lanes, const SliceRule& rule, const Trajectory& t) {
   const auto [low, high] = windows_of(rule, t);
-  const Lanes::Protocol rows = lanes.protocol(t.lane);
+  const Lanes::Protocol rows = lanes.with_removed(t.lane);
   std::vector<std::pair<int64_t, int64_t>> left;
   for (uint64_t from = t.start; from < t.stop;) {
     uint64_t to = from;  // of rows that are left
@@ -373,7 +373,7 @@ inline uint64_t number_of(const std::vector<std::pair<int64_t, int64_t>>& window
 }
 // A window drawn uniformly among those of a trajectory whose rows are all left; nothing: there is none.
 inline std::optional<Slice> draw_slice_left(const Lanes& lanes, const SliceRule& rule, const Trajectory& t, uint64_t random) {
-  if (!lanes.protocol(t.lane).has_removed(t.start, t.stop, t.env)) return draw_slice(rule, t, random);
+  if (!lanes.with_removed(t.lane).has_removed(t.start, t.stop, t.env)) return draw_slice(rule, t, random);
   const auto windows = windows_left(lanes, rule, t);
   const uint64_t n = number_of(windows);
   if (n == 0) return std::nullopt;
@@ -423,7 +423,7 @@ class EligibleTrajectories {
     for (uint64_t k = 0; k < envs_.size(); ++k)
       for (uint64_t i = 0; lanes.removed_rows(k / index.per_lane()) && i < count(k); ++i) {
         const Trajectory t = at(index, k, i);
-        if (!lanes.protocol(t.lane).has_removed(t.start, t.stop, t.env)) continue;
+        if (!lanes.with_removed(t.lane).has_removed(t.start, t.stop, t.env)) continue;
         const auto [low, high] = windows_of(rule, t);
         const auto all = static_cast<double>(high - low + 1), some = static_cast<double>(number_of(windows_left(lanes, rule, t)));
         left_ -= by_window_ ? all - some : 1 - some / all;

@@ -126,7 +126,13 @@ class Lanes {
   Protocol protocol(uint64_t l) const {
     LaneHeader& h = lanes_[l];
     Counter* const seams = seams_ ? seams_ + l * (geometry_.seams_bytes / sizeof(Counter)) : nullptr;
-    return {h.claimed, ends_[l].published, h.base, seams, capacity(), envs(), removed(l)};
+    return {h.claimed, ends_[l].published, h.base, seams, capacity(), envs()};
+  }
+  // The same with the removed rows, for who writes or removes, and who looks at their bits.
+  Protocol with_removed(uint64_t l) const {
+    Protocol lane = protocol(l);
+    lane.removed = removed(l);
+    return lane;
   }
   // From here on this object sees no newer rows than those of now; overwritten rows still disappear.
   void freeze() {

@@ -420,7 +420,7 @@ inline bool forget_doubtful_removals(Store& store, uint64_t l, const LaneScan& s
   uint64_t from = std::max(scan.base, claimed > capacity ? claimed - capacity : 0), to = std::min(h.durable.load(), scan.published);
   if (planted(22)) from = scan.base;
   if (planted(23)) to = scan.published;
-  const Lanes::Protocol lane = store.lanes.protocol(l);
+  const Lanes::Protocol lane = store.lanes.with_removed(l);
   const uint64_t before = lane.removed.bits_set();  // whatever the count says
   for (uint64_t w = scan.base; before && w < scan.base + capacity; ++w)
     if (w < from || w >= to) lane.clear_removed(w, 1);

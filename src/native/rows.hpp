@@ -269,7 +269,7 @@ class RowWriter {
   // Appends n steps from step `from` of the leaves on, after `prepare`.
   void append_part(uint64_t lane, uint64_t from, uint64_t n, bool begins, const std::vector<LeafSource>& leaves) {
     if (n == 0) return;
-    const Lanes::Protocol protocol = store_.lanes.protocol(lane);
+    const Lanes::Protocol protocol = store_.lanes.with_removed(lane);
     const uint64_t piece = store_.lanes.piece();
     store_.begin_rows(lane);
     for (uint64_t done = 0; done < n; begins = false) {

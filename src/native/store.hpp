@@ -363,7 +363,7 @@ class Store {
     // Before the claim, because it may allocate.
     if (begins || seams_->next(l)) seams_->add(l, lanes.lane(l).published.load(), lanes.first_now(l));
     const uint64_t at = lanes.claim(l, n);
-    if (lanes.removed_rows(l)) lanes.protocol(l).clear_removed(at, n);
+    if (lanes.removed_rows(l)) lanes.with_removed(l).clear_removed(at, n);
     seams_->set_next(l, false);
     lanes.publish(l, at, n);
     return at;

@@ -30,13 +30,12 @@ _FLAGS = ("done", "reported_done", "terminated", "truncated")
 Slots: TypeAlias = npt.NDArray[Any] | Tensor
 
 
-def refuse_removed(buffers: Sequence[ReplayBuffer], name: str) -> None:
-    """RuntimeError where rows of engram buffers, the attribute `name`, were removed: other draws know nothing of it."""
-    lanes = [buffer.storage.lanes for buffer in buffers]
-    removed = sum(one.store.removed_rows for one in lanes if one is not None)
-    if removed:
+def refuse_removed(buffer: ReplayBuffer, name: str) -> None:
+    """RuntimeError where rows of an engram buffer, the attribute `name`, were removed: other draws know nothing of it."""
+    lanes = buffer.storage.lanes
+    if lanes is not None and lanes.store.removals and lanes.store.removed_rows:
         raise RuntimeError(
-            f"{removed} of the stored rows were removed (ReplayBuffer.remove), and batches are drawn here by the "
+            f"{lanes.store.removed_rows} of the stored rows were removed (ReplayBuffer.remove), and batches are drawn here by the "
             "generator of another library, which would draw them, too. Sample the engram buffer itself, "
             f"`{name}`, which leaves them out; or fill a new buffer with the rows that are left"
         )
@@ -178,12 +177,12 @@ class TransitionRows:
             ValueError: nothing is stored.
             RuntimeError: rows were removed.
         """
-        refuse_removed([self.buffer], "rows.buffer")
+        refuse_removed(self.buffer, "rows.buffer")
         return draw_slots_by_numpy(n, len(self.buffer) // self.n_envs, self.n_envs)
 
     def draw_environments(self, times: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The slots of time slots, int64 [n], each of an environment that NumPy's generator draws; errors as `draw`."""
-        refuse_removed([self.buffer], "rows.buffer")
+        refuse_removed(self.buffer, "rows.buffer")
         if self.n_envs == 1:  # a draw of one of one takes no random number
             return times
         envs = np.random.randint(0, high=self.n_envs, size=len(times))
