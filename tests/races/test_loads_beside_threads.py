@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -707,17 +708,14 @@ def test_who_has_begun_to_draw_when_a_load_begins_waits_for_its_end(name, tmp_pa
     loading = Loading(rb, tmp_path, monkeypatch)
     first = iter([None])
 
-    class SeedThenLoad:
+    class SeedThenLoad(np.ndarray):
         """Where each draw begins, in Python or in the native call."""
 
-        def __init__(self, seed):
-            self._seed = seed
-
         def random_(self, generator=None):
-            drawn = self._seed.random_(generator=generator)
+            torch.from_numpy(self.view(np.ndarray)).random_(generator=generator)
             for _ in first:
                 loading.begin()
-            return drawn
+            return self
 
-    monkeypatch.setattr(rb.sampler, "_seed", SeedThenLoad(rb.sampler._seed))
+    monkeypatch.setattr(rb.sampler, "_seed", rb.sampler._seed.numpy().view(SeedThenLoad))
     assert loading.found_by(lambda: the_one(rb.sample()["n"])) == [2]

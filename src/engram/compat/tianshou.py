@@ -31,7 +31,7 @@ _COMPACT: MakeStorage = functools.partial(LazyTensorStorage, compact=True)
 _ENTRIES = {"obs": ("observation",), "act": ("action",), "obs_next": ("next", "observation")}
 
 
-def refuse_any_removed(buffers: Sequence[ReplayBuffer]) -> None:
+def refuse_any_removed(buffers: Sequence[engram_data.ReplayBuffer]) -> None:
     """RuntimeError where rows of one of these were removed."""
     for buffer in buffers:
         refuse_removed(buffer, "rows")

@@ -31,11 +31,11 @@ Slots: TypeAlias = npt.NDArray[Any] | Tensor
 
 
 def refuse_removed(buffer: ReplayBuffer, name: str) -> None:
-    """RuntimeError where rows of an engram buffer, the attribute `name`, were removed: other draws know nothing of it."""
+    """RuntimeError where rows of a buffer, the attribute `name`, were removed: draws of others know nothing of it."""
     lanes = buffer.storage.lanes
-    if lanes is not None and lanes.store.removals and lanes.store.removed_rows:
+    if lanes is not None and lanes.store.removals and (removed := lanes.store.removed_rows):
         raise RuntimeError(
-            f"{lanes.store.removed_rows} of the stored rows were removed (ReplayBuffer.remove), and batches are drawn here by the "
+            f"{removed} of the stored rows were removed (ReplayBuffer.remove), and batches are drawn here by the "
             "generator of another library, which would draw them, too. Sample the engram buffer itself, "
             f"`{name}`, which leaves them out; or fill a new buffer with the rows that are left"
         )

@@ -142,7 +142,7 @@ class _Sink(StoredRows):
             n, room = known.store.lanes, known.store.lane_capacity
         rows, kept = [lane["published"] - lane["base"] for lane in lanes], counters["lane_capacity"]
         if known is not None and not known.store.can_remove and any("removed" in lane for lane in lanes):
-            differences.append("rows were removed there, and the store here was made by an engram that removed none")
+            differences.append("rows were removed there, and the store here was made by an engram that removed no rows")
         if len(lanes) > n:
             differences.append(f"{n} lanes here, {len(lanes)} there")
         if kept is not None and max(rows, default=0) > kept:
