@@ -277,6 +277,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
     open_starts(self, store, index, rule);
     if (!(self.total() > 0)) {
       if (index.longest() < rule.min_length) return std::nullopt;
+      if (store.lanes.some_removed()) Episodes::throw_all_removed();
       refuse_to_draw(store);
     }
     std::vector<int64_t> slots(n);
@@ -298,8 +299,12 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
       const uint64_t ahead = sequence == t.start && rule.before ? below(random_at(mix64(first), i), rule.before + 1) : 0;
       const Slice slice = slice_of(rule, t, static_cast<int64_t>(sequence) - static_cast<int64_t>(ahead));
       if (some_removed && has_removed(store.lanes, slice)) {
-        if (++again % Episodes::kStartTries == 0 && again >= Episodes::kStartTries * (i + 1))
+        if (++again % Episodes::kStartTries == 0 && again >= Episodes::kStartTries * (i + 1)) {
+          EligibleTrajectories all(rule);
+          all.follow(index);
+          if (!(all.left(store.lanes, index, rule) > 0)) Episodes::throw_all_removed();
           Episodes::throw_removed(static_cast<double>(again) / static_cast<double>(again + i + 1));
+        }
         self.draw(mix64(first ^ mix64(again)), &slots[i], &leaves[i], 1);
         continue;
       }

@@ -210,6 +210,8 @@ class Priorities {
   // ---- following ----
   void poll(const Store& store) {
     same_store_ = follower_.follows(store);
+    // Before new rows get the highest priority of those that are stored.
+    if (max_within_buffer_ && same_store_ && store.lanes.removals() != removals_) forget_removed(store, store.lanes.removals());
     follower_.poll(store, Visitor{*this, store});
     // Who was killed while it removed rows has raised their count, but may not have said that it is done.
     const uint64_t removals = store.lanes.removals(), removed = removals ? store.lanes.removed_rows() : 0;

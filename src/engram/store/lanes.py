@@ -395,15 +395,32 @@ class Lanes:
                 self.hold()  # one writer for ever: there are no turns
             yield
             return
-        if not store.remover:
-            if self._on_take is not None:
-                self._on_take(None)
-            store.remover = _new_number(store, locks)
-        wait_for_turn(locks, partial(store.begin_removing, lane), partial(self._begin_removing_after, lane))
+        with self._beside_writers(locks):
+            if not store.remover:
+                if self._on_take is not None:
+                    self._on_take(None)
+                store.remover = _new_number(store, locks)
+            wait_for_turn(locks, partial(store.begin_removing, lane), partial(self._begin_removing_after, lane))
+            try:
+                yield
+            finally:
+                store.end_removing(lane)
+
+    @contextlib.contextmanager
+    def _beside_writers(self, locks: LaneLocks) -> Iterator[None]:
+        """A block in which no process holds the lanes for itself; a NoFreeLaneError where one does."""
+        if self.held is not None:  # as a writer beside others
+            yield
+            return
+        if not locks.take_lanes(self.store.lanes, shared=True):
+            raise NoFreeLaneError(
+                "this store has one writer, who made it with lanes=1 and has it open: only that process removes rows; "
+                "nothing was removed"
+            )
         try:
             yield
         finally:
-            store.end_removing(lane)
+            locks.free_lanes(self.store.lanes)
 
     def _begin_removing_after(self, lane: int, dead: int) -> bool:
         """Takes the turn of a writer that died with it; False where another process was faster."""

@@ -855,7 +855,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         Args:
             index: int, int64 [n], a slice, a bool mask over the stored steps, with ndim=2 a tuple (time, env) or
                 [n, 2]; or a function that is given some rows at a time, as `RowBlock`, and returns a bool for each. It
-                is called outside of all locks, and sees each row that was stored when `remove` was called.
+                is called outside of all locks, and sees each row that was stored when `remove` was called, but for
+                those that were removed before.
             generation: int64 [n], as `info["generation"]` has it: only rows that still have it are removed.
 
         Returns:

@@ -34,8 +34,8 @@ class RowBlock:
     """
 
     def __init__(self, storage: Storage, slots: Tensor, generation: Tensor) -> None:
-        self._storage, self._slots, self.generation = storage, slots, generation
-        self.index: Any = storage.from_slots(slots)
+        self._storage, self._slots, self.generation = storage, slots, generation.clone()
+        self.index: Any = storage.from_slots(slots.clone())  # a predicate may change what it is given
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -45,10 +45,11 @@ class RowBlock:
         path = as_path(key)
         storage, layout = self._storage, self._storage.layout
         if layout is None:  # items, of which each may have another form
-            entry = get_entry(self.batch(), path)
-            if entry is None:
-                raise KeyError(f"the stored rows have no {format_key(path)}")
-            return to_tensor(entry)
+            items = storage.read(self._slots).batch
+            entries = [get_entry(item, path) if has_keys(item) else None for item in items]
+            if any(entry is None for entry in entries):
+                raise KeyError(f"some of the stored items have no {format_key(path)}")
+            return torch.stack([to_tensor(entry) for entry in entries])
         if path not in layout.paths:
             raise KeyError(f"the stored rows have no {format_key(path)}; there are {', '.join(map(str, self.keys()))}")
         values: Tensor = read_leaves(storage, self._slots, (path,)).batch[0]
@@ -58,13 +59,22 @@ class RowBlock:
         """The names of the entries: strings, or tuples of strings where they are nested."""
         layout = self._storage.layout
         paths = [] if layout is None else layout.paths
-        return [path[0] if len(path) == 1 else path for path in paths]
+        named = (path for path in paths if path and all(isinstance(part, str) for part in path))
+        return [path[0] if len(path) == 1 else path for path in named]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.keys())
 
     def batch(self) -> Any:
-        """The whole rows as a batch [n], as they are stored: without the buffer's transforms."""
+        """The whole rows as a batch [n], or a list of them where they are items that make none: as they are stored,
+        without the buffer's transforms.
+        """
         batch = self._storage.read(self._slots).batch
-        if type(batch) is list and batch and all(has_keys(item) or isinstance(item, Tensor) for item in batch):
-            return torch.stack(batch)
+        if type(batch) is list and batch and all(isinstance(item, Tensor) for item in batch):
+            return torch.stack(batch) if len({item.shape for item in batch}) == 1 else batch
         return batch
 
 
@@ -79,7 +89,7 @@ def remove_at(storage: Storage, index: Any, generation: Any) -> int:
         if bool((expected < 0).any()):
             raise IndexError(f"index {int(slots[expected < 0][0])} has not been written; nothing was removed")
     else:
-        expected = to_tensor(generation).cpu().reshape(-1).to(torch.int64)
+        expected = _whole_numbers(generation)
         if len(expected) != len(slots):
             raise ValueError(f"{len(slots)} rows are indexed, {len(expected)} generations given; nothing was removed")
         there = slots >= 0  # -1 is what writers return for what they refuse
@@ -88,15 +98,37 @@ def remove_at(storage: Storage, index: Any, generation: Any) -> int:
         return lanes.remove(slots, lanes.counted(slots, expected).contiguous())
 
 
+def _whole_numbers(generation: Any) -> Tensor:
+    """Generations as int64 [n]."""
+    try:
+        given = to_tensor(generation)
+    except (TypeError, ValueError, RuntimeError):
+        given = None
+    if given is None or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        found = type(generation).__name__ if given is None else str(given.dtype)
+        raise TypeError(f'generations are integers, as info["generation"] has them, found {found}; nothing was removed')
+    return given.cpu().reshape(-1).to(torch.int64)
+
+
 def remove_where(storage: Storage, choose: Callable[[Any], Any]) -> int:
     """As `ReplayBuffer.remove` of a predicate. Only what it has chosen of a block is removed in a turn."""
     lanes, removed = storage.lanes, 0
     if lanes is None:
         return 0
+    incarnation = lanes.store.incarnation
     for slots, expected in _blocks(storage, lanes):
+        if gone := lanes.store.removed(slots):
+            left = torch.ones(len(slots), dtype=torch.bool, device="cpu")
+            left[gone] = False
+            slots, expected = slots[left], expected[left]
+        if not len(slots):
+            continue
         chosen = _mask(choose(RowBlock(storage, slots, expected)), len(slots))
-        if bool(chosen.any()):
-            removed += remove_at(storage, storage.from_slots(slots[chosen]), expected[chosen])
+        with storage.mutex:
+            if storage.lanes is not lanes or lanes.store.incarnation != incarnation:
+                break  # all rows were replaced by others meanwhile, which have these generations, too
+            if bool(chosen.any()):
+                removed += lanes.remove(slots[chosen], lanes.counted(slots[chosen], expected[chosen]).contiguous())
     return removed
 
 

@@ -34,7 +34,7 @@ from engram.data.replay_buffers.storages.overrides import (
     own_attributes,
 )
 from engram.pytree import KeyPath
-from engram.store.indexing import check_stored, from_slots, stored_slots, to_slots
+from engram.store.indexing import check_stored, from_slots, stored_slots, tensor_of, to_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
@@ -232,6 +232,9 @@ class Storage(MadeFromParts):
         Args:
             index: int64 [n], with ndim=2 a tuple (time, env) of such or [n, 2], as samplers return it.
         """
+        parts = [tensor_of(part) for part in (index if isinstance(index, tuple) else (index,))]
+        if any(part.dtype == torch.bool or part.is_floating_point() or part.is_complex() for part in parts):
+            raise IndexError(f"an index of rows is one of integers, found {[part.dtype for part in parts]}")
         slots, lanes = to_slots(index, self.env_shape, self.max_size or 0), self.lanes
         removed = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
         if lanes is not None and (places := lanes.store.removed(slots)):

@@ -57,8 +57,10 @@ class RowSetter:
         index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
         plan = self._plan(index, data, new_rows)
         if plan is not None:
-            return self._run(plan, index_key)
+            return self._run(plan, index_key, new_rows)
         self.replace(index, data, index_key)
+        if new_rows and (steps := _listed_steps(index)) is not None:
+            self._forget_removed(steps)
         return None
 
     def _plan(self, index: Any, data: Any, new_rows: bool) -> SetPlan | None:
@@ -88,7 +90,7 @@ class RowSetter:
             )
         return SetPlan(steps, stored, rows, as_new)
 
-    def _run(self, plan: SetPlan, index_key: str | None) -> Tensor | int | None:
+    def _run(self, plan: SetPlan, index_key: str | None, new_rows: bool) -> Tensor | int | None:
         steps, stored, rows, as_new = plan
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
@@ -99,7 +101,17 @@ class RowSetter:
         if replaces:
             replaced = pytree.select_rows(rows, stored) if appends else rows
             (self._replace_by_new if as_new else self.replace)(steps[stored], replaced, index_key)
+            if new_rows and not as_new:
+                self._forget_removed(steps[stored])
         return self._methods.append(checked) if appends else None
+
+    def _forget_removed(self, steps: Tensor) -> None:
+        """Rows of these time steps are new ones: none of them was removed."""
+        lanes = self._table.lanes
+        if lanes is not None and lanes.store.removed_rows:
+            slots = (steps.reshape(-1, 1) * lanes.envs + torch.arange(lanes.envs, device="cpu")).reshape(-1)
+            with lanes.exclusive("replacing rows"):
+                lanes.store.note_edits(slots, True)
 
     def replace(self, index: Any, items: Any, index_key: str | None = None) -> None:
         """Replaces stored rows in place: they are the same steps with other values."""
