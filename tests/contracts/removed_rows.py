@@ -193,6 +193,7 @@ def fronts() -> dict[str, Callable[..., ReplayBuffer]]:
         cls.__name__: cls
         for cls in (ReplayBuffer, *sorted(subclasses(ReplayBuffer), key=lambda cls: cls.__name__))
         if not issubclass(cls, ReplayBufferEnsemble)
+        and "storage" in arguments(cls)  # others bring a dataset of their own
     }
 
 
