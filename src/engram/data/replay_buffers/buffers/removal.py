@@ -34,8 +34,15 @@ class RowBlock:
     """
 
     def __init__(self, storage: Storage, slots: Tensor, generation: Tensor) -> None:
-        self._storage, self._slots, self.generation = storage, slots, generation.clone()
-        self.index: Any = storage.from_slots(slots.clone())  # a predicate may change what it is given
+        self._storage, self._slots, self._generation = storage, slots, generation
+
+    @property
+    def index(self) -> Any:
+        return self._storage.from_slots(self._slots.clone())  # a predicate may change what it is given
+
+    @property
+    def generation(self) -> Tensor:
+        return self._generation.clone()
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -144,7 +151,8 @@ def _blocks(storage: Storage, lanes: Lanes) -> Iterator[tuple[Tensor, Tensor]]:
             n = min(most, state["published"] - sequence, capacity - slot)
             start = (lane * capacity + slot) * envs
             slots = torch.arange(start, start + n * envs, device="cpu")
-            counted = torch.arange(sequence, sequence + n, device="cpu").repeat_interleave(envs)
+            counted = torch.arange(sequence, sequence + n, device="cpu")
+            counted = counted if envs == 1 else counted.repeat_interleave(envs)
             yield slots, counted if lanes.own_sequences is None else stored_generations(lanes, slots)
             sequence += n
 
