@@ -100,8 +100,6 @@ def head(
     """The oldest n rows at a path (fewer where fewer are stored), lane by lane; with several environments steps of all.
     Those that were removed are among them, and marked.
 
-    Removed rows are left out.
-
     `progress` shows that a file is being read, if standard error is a terminal.
 
     Raises:
@@ -131,7 +129,9 @@ def sample(
     snapshot: str | None = None,
     progress: bool = False,
 ) -> RowsShown:
-    """n rows at a path, drawn uniformly, with replacement; `seed` for the same ones again. Errors as `head`."""
+    """n rows at a path, drawn uniformly, with replacement; `seed` for the same ones again; none that was
+    removed. Errors as `head`.
+    """
     check_count(n)
     generator = torch.Generator()
     if seed is None:

@@ -243,6 +243,46 @@ def to_slots(index: Any, env_shape: tuple[int, ...], capacity: int) -> Tensor:
     return slots.contiguous()
 
 
+def named_slots(lanes: Lanes, index: Any, env_shape: tuple[int, ...], max_size: int) -> Selection:
+    """The slots of an index of any form, whether they hold rows or not; of a slice or a mask those of stored steps.
+
+    Args:
+        index: int, int64 [n], a slice, a bool mask; with environments a tuple (time, env) of such, or [n, 2].
+
+    Raises:
+        IndexError: it is no index, or lies outside the storage.
+    """
+    if isinstance(index, slice | range) or (isinstance(index, Tensor) and index.dtype == torch.bool):
+        return select(lanes.store, index, env_shape)
+    parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
+    if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
+        raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
+    dims, given = 1 + len(env_shape), parts[0]
+    if dims > 1 and (len(parts) != dims if isinstance(index, tuple) else given.shape[-1:] != (dims,)):
+        found = f"a tuple of {len(parts)}" if isinstance(index, tuple) else f"shape {list(given.shape)}"
+        raise IndexError(
+            f"with ndim={dims} an index is a tuple (time, env) or ends in a dimension of {dims}, found {found}; "
+            "nothing was changed"
+        )
+    slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, env_shape, max_size)
+    shape = tuple(given.shape)
+    return Selection(slots, shape[:-1] if env_shape and not isinstance(index, tuple) else shape)
+
+
+def generations_given(generation: Any) -> Tensor:
+    """Generations of any form: int64 [n]; a TypeError for what are none."""
+    try:
+        given = to_tensor(generation).cpu()
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        given = None
+    if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+        raise TypeError(
+            f"generations are sequences, int64, as info['generation'] has them, found a "
+            f"{type(generation).__name__}: {generation!r:.80}; nothing was changed"
+        )
+    return given.to(torch.int64).reshape(-1)
+
+
 def check_stored(lanes: Lanes, env_shape: tuple[int, ...], index: Any) -> None:
     """An IndexError where an index means a step that is not stored."""
     slots = select(lanes.store, index, env_shape).slots

@@ -866,6 +866,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
             IndexError: a row that has not been written, where no generation is given. Nothing is removed.
             ValueError, TypeError: sizes differ, or the function returned something else than a mask.
             StorageError: the store was made by an engram that removed no rows, or is open for reading only.
+            NoFreeLaneError: another process made the store with `lanes=1`, and has it open.
+            StorageInUseError: another process has been appending for ten seconds; the message names it.
 
         Example:
             >>> rb = ReplayBuffer(storage=LazyTensorStorage(10), batch_size=64)

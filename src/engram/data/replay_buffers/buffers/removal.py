@@ -12,7 +12,7 @@ from torch import Tensor
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.steps import read_leaves
 from engram.pytree import Key, as_path, format_key, get_entry, has_keys, to_tensor
-from engram.store.indexing import select, stored_generations, tensor_of, to_slots
+from engram.store.indexing import generations_given, named_slots, stored_generations, tensor_of
 from engram.store.lanes import Lanes
 
 _BLOCK_STEPS = 1 << 15  # time steps that a predicate looks at together
@@ -96,25 +96,13 @@ def remove_at(storage: Storage, index: Any, generation: Any) -> int:
         if bool((expected < 0).any()):
             raise IndexError(f"index {int(slots[expected < 0][0])} has not been written; nothing was removed")
     else:
-        expected = _whole_numbers(generation)
+        expected = generations_given(generation)
         if len(expected) != len(slots):
             raise ValueError(f"{len(slots)} rows are indexed, {len(expected)} generations given; nothing was removed")
         there = slots >= 0  # -1 is what writers return for what they refuse
         slots, expected = slots[there], expected[there]
     with storage.mutex:
         return lanes.remove(slots, lanes.counted(slots, expected).contiguous())
-
-
-def _whole_numbers(generation: Any) -> Tensor:
-    """Generations as int64 [n]."""
-    try:
-        given = to_tensor(generation)
-    except (TypeError, ValueError, RuntimeError):
-        given = None
-    if given is None or given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        found = type(generation).__name__ if given is None else str(given.dtype)
-        raise TypeError(f'generations are integers, as info["generation"] has them, found {found}; nothing was removed')
-    return given.cpu().reshape(-1).to(torch.int64)
 
 
 def remove_where(storage: Storage, choose: Callable[[Any], Any]) -> int:
@@ -174,22 +162,10 @@ def _mask(chosen: Any, n: int) -> Tensor:
 
 
 def _named(storage: Storage, lanes: Lanes, index: Any) -> Tensor:
-    """The slots of an index: int64 [n]."""
-    given = index if isinstance(index, Tensor) else None
-    if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
-        return select(lanes.store, index, storage.env_shape).slots
-    parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
-    if any(part.dtype == torch.bool and part.ndim for part in parts):
-        return select(lanes.store, index, storage.env_shape).slots
-    if any(part.dtype == torch.bool or part.is_floating_point() or part.is_complex() for part in parts):
-        raise IndexError(f"indices must be integers, found {[part.dtype for part in parts]}; nothing was removed")
-    dims = 1 + len(storage.env_shape)
-    if dims > 1 and (len(parts) != dims if isinstance(index, tuple) else parts[0].shape[-1:] != (dims,)):
-        raise IndexError(
-            f"steps of several environments are named by a tuple (time, {', '.join(['env'] * (dims - 1))}) of indices, "
-            f"or [n, {dims}], got {index!r:.80}; nothing was removed"
-        )
-    slots = to_slots(tuple(parts) if isinstance(index, tuple) else parts[0], storage.env_shape, storage.max_size or 0)
+    """The slots of an index: int64 [n]; -1 is what writers return for what they refuse."""
+    if isinstance(index, list | np.ndarray) and (mask := tensor_of(index)).dtype == torch.bool:
+        index = mask
+    slots = named_slots(lanes, index, storage.env_shape, storage.max_size or 0).slots
     outside = slots[(slots < -1) | (slots >= lanes.capacity)]
     if len(outside):
         raise IndexError(f"index {int(outside[0])} lies outside 0 to {lanes.capacity - 1}; nothing was removed")

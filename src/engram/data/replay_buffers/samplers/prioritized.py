@@ -33,7 +33,7 @@ from engram.data.replay_buffers.samplers.runs import RunSource, Seed, draw_besid
 from engram.errors import is_masked, masked_array
 from engram.pytree import to_tensor
 from engram.store.episodes import EpisodeIndex
-from engram.store.indexing import select, tensor_of, to_slots
+from engram.store.indexing import generations_given, named_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -262,10 +262,10 @@ class PriorityTable(RunSource):
     def _set_any(self, where: Storage, lanes: Lanes, index: Any, priority: Any, generation: Any) -> None:
         """Sets priorities, whatever form the arguments have."""
         priorities = self.following(where, lanes)
-        slots, shape = _slots(where, lanes, index)
+        slots, shape = named_slots(lanes, index, where.env_shape, where.max_size or 0)
         p = _per_step(priority, len(slots), shape, self.reduction)
         if generation is not None:
-            generation = _whole_numbers(generation)
+            generation = generations_given(generation)
             if len(generation) != len(slots):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
@@ -282,13 +282,15 @@ class PriorityTable(RunSource):
             self._given.append(_Given(copy.deepcopy(index), None, None))
             return
         where, lanes = self._stored_in(storage)
-        self.following(where, lanes).mark(lanes.store, _slots(where, lanes, index)[0])
+        self.following(where, lanes).mark(
+            lanes.store, named_slots(lanes, index, where.env_shape, where.max_size or 0)[0]
+        )
 
     def get(self, index: Any, storage: Storage | None) -> Tensor:
         """As `PrioritizedSampler.priorities`."""
         where, lanes = self._stored_in(storage)
         mine = self.following(where, lanes)
-        return mine.of(lanes.store, _slots(where, lanes, index)[0])
+        return mine.of(lanes.store, named_slots(lanes, index, where.env_shape, where.max_size or 0)[0])
 
     def leaves(self, slots: Tensor) -> Tensor:
         """The weights of slots in the draws, `(p + eps) ** alpha`: float64 [n]; 0 where a slot cannot be drawn."""
@@ -718,26 +720,6 @@ def _room(max_capacity: int | None, storage: Storage, more: int = 0) -> int | No
     return most
 
 
-def _slots(storage: Storage, lanes: Lanes, index: Any) -> tuple[Tensor, tuple[int, ...]]:
-    """Slots of an index, and its shape."""
-    given = index if isinstance(index, Tensor) else None
-    if isinstance(index, slice | range) or (given is not None and given.dtype == torch.bool):
-        selection = select(lanes.store, index, storage.env_shape)
-        return selection.slots, selection.shape
-    parts = [tensor_of(i) for i in index] if isinstance(index, tuple) else [tensor_of(index)]
-    if any(p.dtype == torch.bool or p.is_floating_point() or p.is_complex() for p in parts):
-        raise IndexError(f"indices must be integers, found {[p.dtype for p in parts]}; nothing was changed")
-    given = parts[0]
-    if storage.env_shape and not isinstance(index, tuple) and given.shape[-1:] != (storage.ndim,):
-        raise IndexError(
-            f"with ndim={storage.ndim} an index is a tuple (time, env) or ends in a dimension of {storage.ndim}, "
-            f"found shape {list(given.shape)}; nothing was changed"
-        )
-    slots = to_slots(tuple(parts) if isinstance(index, tuple) else given, storage.env_shape, storage.max_size or 0)
-    shape = tuple(given.shape)
-    return slots, shape[:-1] if storage.env_shape and not isinstance(index, tuple) else shape
-
-
 def _per_step(priority: Any, n: int, shape: tuple[int, ...], reduction: str) -> Tensor:
     """One priority for each of n steps that an index of this shape names: float64 [n]."""
     p = _real(priority)
@@ -810,20 +792,6 @@ def _one_for_each_item(
     parts = p[item.argsort(stable=True)].split(counts)  # type: ignore[no-untyped-call]
     reduced = torch.cat([_reduced(part.unsqueeze(0), reduction) for part in parts]) if counts else p
     return items[:, 0].contiguous(), reduced, None if generation is None else items[:, 1].contiguous()
-
-
-def _whole_numbers(generation: Any) -> Tensor:
-    """Generations of any form: int64 [n]."""
-    try:
-        given = to_tensor(generation).cpu()
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        given = None
-    if given is None or given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
-        raise TypeError(
-            f"generations are sequences, int64, as info['generation'] has them, found a "
-            f"{type(generation).__name__}: {generation!r:.80}; nothing was changed"
-        )
-    return given.to(torch.int64).reshape(-1)
 
 
 def _reduced(p: Tensor, reduction: str) -> Tensor:
