@@ -20,6 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -170,6 +172,21 @@ def table(results: list[Result]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
+@contextmanager
+def exit_by_signals() -> Iterator[None]:
+    """A signal that ends this process does so by an exception, by which the environment is removed."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("only", nargs="*", metavar="VERSION", help="a Python such as 3.12, or a torch such as 2.6.0")
@@ -178,14 +195,13 @@ def main() -> int:
     chosen = [run for run in RUNS if not asked.only or {run.python, run.torch} & set(asked.only)]
     if not chosen:
         parser.error(f"no run has {' or '.join(asked.only)}")
-    for ending in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # an exception, by which the environment is removed
-        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     results: list[Result] = []
-    try:
-        for run in chosen:
-            results.append(carry_out(run, tuple(asked.parts or run.parts)))
-    finally:
-        print(f"\n{table(results)}", flush=True)
+    with exit_by_signals():
+        try:
+            for run in chosen:
+                results.append(carry_out(run, tuple(asked.parts or run.parts)))
+        finally:
+            print(f"\n{table(results)}", flush=True)
     return 1 if any(one.fault for one in results) else 0
 
 

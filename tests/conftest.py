@@ -213,6 +213,14 @@ def seeded(seed_torch):
     seed_torch(0)
 
 
+@pytest.fixture(autouse=True)
+def as_before():
+    """A test leaves Ctrl-C as it was: what interrupts a later one is a KeyboardInterrupt."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before, "this test left a handler of SIGINT"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def prefetching():
     """Batches of a buffer with `prefetch` are prepared by threads also where they are as quick as those of tests."""

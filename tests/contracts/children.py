@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import sys
 import traceback
@@ -12,6 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from contracts.waiting import can_be_read
 
 
 def alone_after_fork(seconds: int) -> None:
@@ -87,5 +88,5 @@ class Signal:
         os.write(self._write, b"!")
 
     def wait(self, within: float = 300) -> None:
-        assert select.select([self._read], [], [], within)[0], "the signal does not come: who was to send it has failed"
+        assert can_be_read(self._read, within), "the signal does not come: who was to send it has failed"
         assert os.read(self._read, 1) == b"!"

@@ -10,7 +10,6 @@ import gc
 import importlib
 import os
 import pickle
-import select
 import signal
 import socket
 import struct
@@ -24,6 +23,8 @@ from pathlib import Path
 from threading import Lock, Thread
 from types import ModuleType
 from typing import IO, Any
+
+from contracts.waiting import can_be_read
 
 _DIES_WITH_ITS_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _TESTS = str(Path(__file__).parents[1])
@@ -60,14 +61,14 @@ class Program:
         return number
 
     def poll(self) -> int | None:
-        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+        if self.returncode is None and can_be_read(self._status, 0):
             self.wait()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         with self._waiting:  # threads may ask at once
             if self.returncode is None:
-                if not select.select([self._status], [], [], timeout)[0]:
+                if not can_be_read(self._status, timeout):
                     raise subprocess.TimeoutExpired(self.args, timeout or 0)
                 self.returncode = os.waitstatus_to_exitcode(self._receive())
             return self.returncode

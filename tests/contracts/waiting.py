@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import HasFileno
 
 #: Seconds after which what a test waits for does not come any more, however many programs run beside it.
 NEVER = 120
@@ -29,6 +34,13 @@ def comes(what: Callable[[], object], within: float = NEVER) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def can_be_read(file: int | HasFileno, within: float | None = NEVER) -> bool:
+    """Whether a pipe or a socket gets something to read, or its end; None waits for ever."""
+    poll = select.poll()  # select.select takes no file numbers from 1,024 on
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(None if within is None else within * 1000))
 
 
 def is_gone(pid: int, within: float = NEVER) -> bool:
