@@ -123,7 +123,7 @@ test-deep: $(VENV)/.engram $(VENV)/.dev
 
 # Both in one run, which collects once.
 test-tiers: $(VENV)/.engram $(VENV)/.dev
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" --tiers --durations=20 $(PYTEST)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not long" --tiers --seconds build/ci/modules.json --durations=20 $(PYTEST)
 
 test-long: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest --hang-timeout=0 -m long $(PYTEST)

@@ -9,14 +9,18 @@ found gone. Parts that are `alone` use both cores, and their tests have limits o
 it ends, and stays in build/ci. A fault stops no other part; at the end there is a table of all parts, and the last
 lines of those that failed.
 
-A part is skipped if all that it can see is as it was when the part last passed. The hashes of that are kept beside the
-layers of environments (packaging/environment.py); in a clean clone without such a folder every part runs.
+A part is skipped if all that it can see is as it was when the part passed. The hashes of that are in LANDINGS, in the
+repository, and for parts that passed here beside the layers of environments (packaging/environment.py).
+
+A run of all parts of a commit without changes, in which none fails, appends a line to LANDINGS: the commit, and each
+part's and each test module's seconds of the clock and of CPUs. Who lands the commit lands the line with the next one.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import platform
 import signal
@@ -27,6 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +50,13 @@ EVERY = (
     "packaging/requirements-*.txt",
     "benchmarks/requirements-peers.txt",
 )
+#: A line of JSON for each run that passed. No part sees it.
+LANDINGS = Path("packaging/landings.jsonl")
+#: What the tests write: tests/contracts/seconds.py.
+MODULES = Path("build/ci/modules.json")
+#: CPU seconds of a module of tests from which a line names it.
+NAMED_FROM_S = 0.5
+OTHERS = "(others)"
 BESIDE = 2
 KILLED_AFTER_S = 10
 TOLD_EACH_S = 60
@@ -109,7 +121,18 @@ def state(part: Part, root: Path, on: str) -> str | None:
     if not part.sees:
         return None
     listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *EVERY, *part.sees],
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "--",
+            *EVERY,
+            *part.sees,
+            f":!{LANDINGS}",
+        ],
         cwd=root,
         capture_output=True,
     )
@@ -134,12 +157,53 @@ def machine() -> str:
     return "\n".join([system(), platform.release(), compiler.stdout])
 
 
+def passed_states(*files: Path) -> set[str]:
+    """The states in which parts passed, of these files of lines."""
+    lines = [line for file in files if file.exists() for line in file.read_text().splitlines()]
+    return {part["saw"] for line in lines for part in json.loads(line)["parts"].values() if "saw" in part}
+
+
+def add_line(file: Path, line: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file, "a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a clone in which nothing that a part could see was changed."""
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        return None if done.returncode else done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", f":!{LANDINGS}")
+    return git("rev-parse", "HEAD") if changed == "" else None
+
+
+def modules(file: Path) -> dict[str, dict[str, list[float]]]:
+    """The seconds of the modules of each tier; those of few, of which there are hundreds, together."""
+    named: dict[str, dict[str, list[float]]] = {}
+    for tier, of_tier in (json.loads(file.read_text()) if file.exists() else {}).items():
+        sums = named[tier] = {OTHERS: [0.0, 0.0]}
+        for name, seconds in of_tier.items():
+            sum_of = sums.setdefault(name if seconds[1] >= NAMED_FROM_S else OTHERS, [0.0, 0.0])
+            sum_of[:] = (round(sum_of[k] + seconds[k], 1) for k in (0, 1))
+    return named
+
+
 @dataclass
 class Outcome:
     word: str
     began: float = 0.0
     took: float = 0.0
     cpu: float = 0.0
+    saw: str | None = None
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """Its part in a line of LANDINGS."""
+        saw = {"saw": self.saw} if self.saw else {}
+        return {"word": self.word, "took": round(self.took, 1), "cpu": round(self.cpu, 1), **saw}
 
 
 @dataclass
@@ -151,6 +215,8 @@ class Run:
     kept: Path
     on: str
     everything: bool = False
+    #: Whether these are all parts of a submission: a run of a few is no landing.
+    whole: bool = False
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     taken: dict[str, Part] = field(default_factory=dict)
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
@@ -162,6 +228,8 @@ class Run:
         """Whether every part passed, or was skipped."""
         threads = [threading.Thread(target=self._work) for _ in range(BESIDE + self._waiting)]
         self.logs.mkdir(parents=True, exist_ok=True)
+        (self.root / MODULES).unlink(missing_ok=True)
+        of = commit(self.root) if self.whole else None
         try:
             for thread in threads:
                 thread.start()
@@ -174,7 +242,16 @@ class Run:
             for thread in threads:
                 thread.join()
             self._report()
-        return all(outcome.word in ("passed", "skipped") for outcome in self.outcomes.values())
+        passed = all(outcome.word in ("passed", "skipped") for outcome in self.outcomes.values())
+        if passed and of and of == commit(self.root):
+            day, parts = datetime.now(timezone.utc).date(), {name: one.line for name, one in self.outcomes.items()}
+            line = {"commit": of, "date": str(day), "parts": parts, "modules": modules(self.root / MODULES)}
+            add_line(self.root / LANDINGS, line)
+        return passed
+
+    @property
+    def passed_here(self) -> Path:
+        return self.kept / "passed.jsonl"
 
     @property
     def logs(self) -> Path:
@@ -232,15 +309,14 @@ class Run:
             if any(self.outcomes[need].word not in ("passed", "skipped") for need in part.needs):
                 return Outcome("not run")
         before = state(part, self.root, self.on)
-        passed = self.kept / "passed" / f"{part.name}-{before}"
-        if before and not self.everything and passed.exists():
+        if before and not self.everything and before in passed_states(self.root / LANDINGS, self.passed_here):
             print(f"--- {part.name}: skipped, as nothing that it can see has changed since it passed", flush=True)
-            return Outcome("skipped")
+            return Outcome("skipped", saw=before)
         outcome = self._run(part)
         # What was changed meanwhile was perhaps not seen.
         if before and outcome.word == "passed" and state(part, self.root, self.on) == before:
-            passed.parent.mkdir(parents=True, exist_ok=True)
-            passed.touch()
+            outcome.saw = before
+            add_line(self.passed_here, {"parts": {part.name: outcome.line}})
         text = (self.logs / f"{part.name}.txt").read_text(errors="replace")
         with self.changed:  # the output of one part at a time
             print(f"\n=== {part.name}: {outcome.word} in {_clock(outcome.took)}\n{text}", flush=True)
@@ -328,7 +404,7 @@ def main(parts: Sequence[Part] = PARTS, on: Callable[[], str] = machine) -> None
     )
     asked = parser.parse_args()
     signal.signal(signal.SIGTERM, _stop_by_signal)
-    run = Run(chosen(parts, asked.parts, asked.all), ROOT, kept_in(), on(), asked.all)
+    run = Run(chosen(parts, asked.parts, asked.all), ROOT, kept_in(), on(), asked.all, not asked.parts)
     sys.exit(0 if run() else 1)
 
 

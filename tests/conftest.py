@@ -26,6 +26,7 @@ from hypothesis import settings
 
 from contracts.pairwise import pairwise
 from contracts.programs import Program
+from contracts.seconds import Seconds
 from contracts.tiers import in_tiers
 
 #: Torch's threads sleep while they wait for each other: spinning, they would take the cores from the tests beside them.
@@ -141,6 +142,8 @@ class HangWatch:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--hang-timeout"):
         config.pluginmanager.register(HangWatch(config.getoption("--hang-timeout")))
+    if config.getoption("--seconds"):
+        config.pluginmanager.register(Seconds(config.getoption("--seconds")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -148,6 +151,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hang-timeout", type=float, default=600.0, help="seconds after which a test that runs is one that hangs"
     )
     parser.addoption("--mutants", action="store_true", help="list the planted errors that were found, and compare")
+    parser.addoption("--seconds", help="writes there what each module of tests took, as JSON")
     parser.addoption("--tiers", action="store_true", help="quick tests first, then the deep ones, the longest first")
 
 

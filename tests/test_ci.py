@@ -1,6 +1,7 @@
 """`.ci/run`: a fault of any part fails it, nothing keeps running, and only unchanged parts are skipped."""
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -31,17 +32,23 @@ def clone(tmp_path):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     (root / ".gitignore").write_text("build/\n")
-    for command in (["init", "-q"], ["add", "-A"]):
-        subprocess.run(["git", *command], cwd=root, check=True)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    commit(root)
     return root
+
+
+def commit(root):
+    who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org"]
+    for command in (["add", "-A"], [*who, "commit", "-q", "--allow-empty", "-m", "a commit"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
 
 
 @pytest.fixture
 def run(ci, clone, tmp_path):
     """`run(part, ...)` runs these parts, and gives each part's outcome in a word."""
 
-    def start(*parts, on="this machine", everything=False):
-        it = ci.Run(parts, clone, tmp_path / "kept", on, everything)
+    def start(*parts, on="this machine", everything=False, whole=False):
+        it = ci.Run(parts, clone, tmp_path / "kept", on, everything, whole)
         whole = it()
         words = {name: outcome.word for name, outcome in it.outcomes.items()}
         assert whole == (set(words.values()) <= {"passed", "skipped"})
@@ -168,6 +175,46 @@ def test_part_beside_which_files_changed_runs_again(ci, run, clone):
     part = shell(ci, "docs", "echo other >docs/page.md", sees=("docs",))
     assert run(part) == {"docs": "passed"}
     (clone / "docs/page.md").write_text("docs/page.md")  # as it was before the part ran, which read what came then
+    assert run(part) == {"docs": "passed"}
+
+
+@pytest.fixture
+def landings(ci, clone):
+    """`landings()` are the lines of the clone, as values."""
+    file = clone / ci.LANDINGS
+    return lambda: [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_whole_run_that_passes_appends_a_line_with_its_commit_and_seconds(ci, run, clone, landings):
+    burn = "i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done"
+    seconds = json.dumps({"quick": {"a.py": [2, 1.26], "b.py": [1, 0.1]}})
+    tests = f"mkdir -p build/ci; echo '{seconds}' >{ci.MODULES}"
+    run(shell(ci, "burns", burn, sees=("docs",)), shell(ci, "tests", tests), whole=True)
+    (line,) = landings()
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=clone, capture_output=True, text=True).stdout.strip()
+    assert line["commit"] == head and set(line["parts"]) == {"burns", "tests"}
+    assert line["parts"]["burns"]["cpu"] > 0 and line["parts"]["burns"]["took"] > 0
+    assert line["modules"] == {"quick": {"(others)": [1, 0.1], "a.py": [2, 1.3]}}
+
+
+def test_run_that_fails_or_has_a_part_only_or_changed_files_appends_no_line(ci, run, clone, landings):
+    run(shell(ci, "bad", "false"), whole=True)
+    run(shell(ci, "good", "true"))
+    run(shell(ci, "changes", "echo other >docs/page.md"), whole=True)
+    run(shell(ci, "good", "true"), whole=True)
+    assert not landings()
+    commit(clone)
+    run(shell(ci, "good", "true"), whole=True)
+    run(shell(ci, "good", "true"), whole=True)  # the file of lines does not count as changed
+    assert len(landings()) == 2
+
+
+def test_clean_clone_skips_what_a_line_says_that_it_passed(ci, run, clone, tmp_path):
+    part = shell(ci, "docs", "true", sees=("docs", "packaging"))
+    assert run(part, whole=True) == {"docs": "passed"}
+    (tmp_path / "kept" / "passed.jsonl").unlink()
+    assert run(part) == {"docs": "skipped"}  # though the part sees the folder of the lines
+    (clone / "docs/page.md").write_text("other")
     assert run(part) == {"docs": "passed"}
 
 

@@ -1,5 +1,6 @@
 """Which cases are quick and which are deep, and the order in which a run of both tiers has them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -193,3 +194,20 @@ def test_each_worker_begins_with_quick_tests_and_has_its_share_of_the_longest_ne
 def test_of_the_longest_tests_none_is_named_twice():
     names = (TESTS / "longest.txt").read_text().splitlines()
     assert len(names) == len(set(names)) and all((TESTS / name.split("::")[0]).exists() for name in names)
+
+
+def test_seconds_of_modules_are_written_by_their_tiers_with_workers_and_without(pytest_on, tmp_path):
+    burn = "import time\ndef burn():\n    end = time.process_time() + 0.2\n    while time.process_time() < end: pass\n"
+    files = {
+        "test_one.py": burn + "def test_a(): burn()\n@pytest.mark.deep\ndef test_b(): burn()",
+        "test_other.py": "from contracts.programs import run_program\ndef test_c():\n"
+        "    run_program('import time\\nwhile time.process_time() < 0.3: pass', imported=())",
+    }
+    for workers in ([], ["-n", "2"]):
+        pytest_on(files, "--seconds", str(tmp_path / "seconds.json"), *workers)
+        tiers = json.loads((tmp_path / "seconds.json").read_text())
+        assert set(tiers["quick"]) == {"(collecting)", "test_one.py", "test_other.py"} and set(tiers["deep"]) == {
+            "test_one.py"
+        }
+        for seconds in (*tiers["quick"].values(), *tiers["deep"].values()):
+            assert 0 < seconds[0] < 60 and 0.1 < seconds[1] < 60

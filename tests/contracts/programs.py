@@ -32,6 +32,19 @@ _TESTS = str(Path(__file__).parents[1])
 ENGRAM = ("engram.collectors", "engram.data", "engram.envs")
 
 
+#: What a program's keeper sends: its pid when it starts, at its end the status and the CPU seconds.
+_STARTED, _ENDED = struct.Struct("i"), struct.Struct("id")
+
+
+class Cpu:
+    """Seconds of all programs that have ended: they are no children of this process, which would count them."""
+
+    seconds = 0.0
+
+
+cpu = Cpu()
+
+
 class Program:
     """A Python file that runs; what is used of `subprocess.Popen` in text mode with pipes."""
 
@@ -54,11 +67,10 @@ class Program:
         status.close()
         self.args, self.returncode, self._waiting = argv, None, Lock()
         self.stdin, self.stdout, self.stderr = os.fdopen(pipes[0][1], "w"), _reader(pipes[1]), _reader(pipes[2])
-        self.pid = self._receive()
+        (self.pid,) = self._receive(_STARTED)
 
-    def _receive(self) -> int:
-        (number,) = struct.unpack("i", self._status.recv(4, socket.MSG_WAITALL))
-        return number
+    def _receive(self, form: struct.Struct) -> tuple[Any, ...]:
+        return form.unpack(self._status.recv(form.size, socket.MSG_WAITALL))
 
     def poll(self) -> int | None:
         if self.returncode is None and can_be_read(self._status, 0):
@@ -70,7 +82,9 @@ class Program:
             if self.returncode is None:
                 if not can_be_read(self._status, timeout):
                     raise subprocess.TimeoutExpired(self.args, timeout or 0)
-                self.returncode = os.waitstatus_to_exitcode(self._receive())
+                status, used = self._receive(_ENDED)
+                self.returncode = os.waitstatus_to_exitcode(status)
+                cpu.seconds += used
             return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
@@ -185,9 +199,9 @@ def _start(fds: list[int]) -> None:
         return
     for one in fds[:3]:
         os.close(one)
-    os.write(fds[3], struct.pack("i", pid))
-    _, status = os.waitpid(pid, 0)
-    os.write(fds[3], struct.pack("i", status))
+    os.write(fds[3], _STARTED.pack(pid))
+    _, status, used = os.wait4(pid, 0)
+    os.write(fds[3], _ENDED.pack(status, used.ru_utime + used.ru_stime))
     os._exit(0)
 
 
