@@ -13,6 +13,7 @@ import itertools
 import json
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,16 @@ from engram.data import (
     Composite,
     LazyTensorStorage,
     PrioritizedSampler,
+    RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
     SliceSampler,
     TensorDictReplayBuffer,
+    TensorDictRoundRobinWriter,
     Unbounded,
 )
 from engram.envs import EnvBase, GymEnv
-from engram.envs.transforms import CatFrames
+from engram.envs.transforms import CatFrames, Transform
 
 ROWS, BATCH, APPENDED = 100_000, 256, 64
 ADAPTED = 10_000
@@ -53,6 +56,8 @@ BUFFERS = {"ReplayBuffer": ReplayBuffer, "TensorDictReplayBuffer": TensorDictRep
 WARM_UP, CALLS = 300, 300
 OF_SHARDS, PER_CALL, GROWN = (16, 256), 100, 500
 """Shards; the batches for which they are asked in a call; and those until they are asked for so many."""
+LISTS, LOADS, LOADED = 20, 50, 500
+"""Lists of steps that are written in turn; the loads of a checkpoint, and its rows."""
 BATCHES_COLLECTED = 2
 """Of the collectors, for warming up and for counting: each is 1,000 frames."""
 ENVIRONMENTS, STEPS_OF_TENSORS = 8, 100
@@ -89,6 +94,7 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     yield "observations once: add, TensorDict", _writing(once.add, steps.unbind(0)), CALLS
     rb = _full(ReplayBuffer, data, sampler=SamplerWithoutReplacement())
     yield f"epoch, sample({BATCH})", lambda rb=rb: rb.sample(BATCH), CALLS
+    yield from _slow_ways(data)
     yield from _adapters()
     yield from _clients_of_shards()
     yield f"{FRAMES_PER_BATCH} frames, random", _collecting(None), BATCHES_COLLECTED
@@ -96,6 +102,62 @@ def calls() -> Iterator[tuple[str, Call, int]]:
     yield f"{FRAMES_PER_BATCH} frames of {ENVIRONMENTS} environments, MLP 2x64", _collecting_vector(), BATCHES_COLLECTED
     yield f"{STEPS_OF_TENSORS} frames of tensors", _collecting_tensors(), BATCHES_COLLECTED
     yield "1 step into a buffer, MLP 2x64", _stepping(Greedy()), CALLS
+    # Last, as it has threads: callgrind counts wrongly in windows after it.
+    with tempfile.TemporaryDirectory() as folder:
+        _full(ReplayBuffer, data[:LOADED]).dumps(folder)
+        yield f"loads of {LOADED} rows", lambda: ReplayBuffer(storage=LazyTensorStorage(LOADED)).loads(folder), LOADS
+
+
+def _slow_ways(data: TensorDict) -> Iterator[tuple[str, Call, int]]:
+    """What has no native call of its own: other containers than the first, lists, transforms, and users' own parts."""
+    steps, pieces = data[: WARM_UP + CALLS].unbind(0), data.split(APPENDED)
+    dicts = [_nested(step) for step in steps]
+    yield "add, dict into rows of TensorDicts", _writing(_full(ReplayBuffer, data).add, dicts), CALLS
+    yield "add, TensorDict into rows of dicts", _writing(_full(ReplayBuffer, data.to_dict()).add, steps), CALLS
+    lists = [[_nested(step) for step in piece.unbind(0)] for piece in pieces[:LISTS]]
+    yield f"extend({APPENDED}), list of dicts", _writing(_full(ReplayBuffer, data.to_dict()).extend, lists), CALLS
+    rb = _full(ReplayBuffer, data, transform=ScalesRewards())
+    yield f"extend({APPENDED}) through an inverse transform", _writing(rb.extend, pieces), CALLS
+    rb, row, places = _full(ReplayBuffer, data), steps[0].clone(), itertools.cycle(range(ROWS))
+    yield "rb[i] = row", lambda: rb.__setitem__(next(places), row), CALLS
+    rb = OwnBuffer(storage=OwnStorage(ROWS), sampler=OwnSampler(), writer=OwnWriter(), batch_size=BATCH)
+    rb.extend(data)
+    yield f"children that call super(): extend({APPENDED})", _writing(rb.extend, pieces), CALLS
+    yield f"children that call super(): sample({BATCH})", lambda: rb.sample(BATCH), CALLS
+
+
+class ScalesRewards(Transform):
+    def _inv_call(self, tensordict: Any) -> Any:
+        return tensordict.set(("next", "reward"), tensordict["next", "reward"] * 0.1)
+
+    def forward(self, tensordict: Any) -> Any:
+        return tensordict
+
+
+class OwnBuffer(ReplayBuffer):
+    def extend(self, *args: Any, **kwargs: Any) -> Any:
+        return super().extend(*args, **kwargs)
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        return super().sample(*args, **kwargs)
+
+
+class OwnStorage(LazyTensorStorage):
+    def set(self, *args: Any, **kwargs: Any) -> Any:
+        return super().set(*args, **kwargs)
+
+    def get(self, index: Any) -> Any:
+        return super().get(index)
+
+
+class OwnSampler(RandomSampler):
+    def sample(self, storage: Any, batch_size: int) -> Any:
+        return super().sample(storage, batch_size)
+
+
+class OwnWriter(TensorDictRoundRobinWriter):
+    def extend(self, data: Any) -> Any:
+        return super().extend(data)
 
 
 def _full(buffer: type[ReplayBuffer], data: Any, compact: bool = False, **parts: Any) -> ReplayBuffer:
@@ -180,7 +242,7 @@ def _updating(rb: ReplayBuffer) -> Call:
 
 def _writing(write: Callable[[Any], object], pieces: Any) -> Call:
     """Writes one piece after the other, each of which goes on where the last one ended."""
-    following = itertools.cycle([piece if isinstance(piece, dict) else piece.clone() for piece in pieces])
+    following = itertools.cycle([piece.clone() if isinstance(piece, TensorDict) else piece for piece in pieces])
     return lambda: write(next(following))
 
 
