@@ -987,7 +987,8 @@ def test_a_forked_child_is_given_native_batches_from_its_second_on(form):
 
     def work():
         before = rb.storage.native.source is None
-        with warnings.catch_warnings(action="ignore"):  # of the child's own copy
+        with warnings.catch_warnings():  # of the child's own copy
+            warnings.simplefilter("ignore")
             rb.sample()
         return before, rb.storage.native.source is not None
 
@@ -999,7 +1000,8 @@ def test_a_storage_that_was_sent_gives_native_batches_and_takes_native_writes(fo
     kinds = {"shared": partial(LazyTensorStorage, shared=True), "file": LazyMemmapStorage}
     rb = ReplayBuffer(storage=kinds[form](20), batch_size=4)
     rb.extend(torch.arange(8))
-    with warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         twin = pickle.loads(ForkingPickler.dumps(rb.storage))
     assert twin.native.source is not None and twin.native.push is not None and len(twin) == 8
 

@@ -55,7 +55,7 @@ def test_no_other_file_says_which_version_this_is():
 def test_the_days_are_in_no_menu_and_no_search_and_the_changelog_leads_to_them():
     site = (ROOT / "mkdocs.yml").read_text()
     assert "release-notes.md" not in site.split("\nnav:\n")[1]
-    assert 'NOT_SEARCHED = ("release-notes.md",)' in (ROOT / "packaging" / "site.py").read_text()
+    assert 'NOT_SEARCHED = ("release-notes.md",)' in (ROOT / "packaging" / "pages.py").read_text()
     assert "(docs/release-notes.md)" in (ROOT / "CHANGELOG.md").read_text()
 
 
