@@ -29,6 +29,17 @@ THEIRS = frozenset(
 )
 WIDE = 20  # arguments of a constructor
 MANY = 45  # methods in the body of a class
+#: The classes at which families of tables begin: those of storages, and those that the first write makes inside one.
+TABLES = ("Table", "RowTable", "ColumnTable")
+#: Words whose number shows how many places know one thing, and the files in which they are counted, below `engram`.
+WORDS = {
+    "time_dim, batch_dims, index_key below buffers": (
+        re.compile(r"\b(?:time_dim|batch_dims|index_key)\b"),
+        re.compile(r"store/|data/replay_buffers/(?!buffers/)"),
+    ),
+    "is_ours and BUILT_IN": (re.compile(r"\b(?:is_ours|BUILT_IN)\b"), re.compile(r"(?!datasets/|cli/)")),
+    "unused_since_fork": (re.compile(r"\bunused_since_fork\b"), re.compile("")),
+}
 
 
 def parsed(file: Path) -> ast.Module:
@@ -40,8 +51,12 @@ def count(root: Path, parsed: Callable[[Path], ast.Module] = parsed) -> dict[str
     now: collections.Counter[str] = collections.Counter()
     flags: set[str] = set()
     asked: collections.Counter[str] = collections.Counter()
+    bases: dict[str, set[str]] = {}
     for file in sorted(root.rglob("*.py")):
         text = file.read_text()
+        inside = file.relative_to(root).as_posix()
+        for what, (pattern, where) in WORDS.items():
+            now[what] += len(pattern.findall(text)) * bool(where.match(inside))
         now["Python files"] += 1
         now["lines"] += text.count("\n")
         for node in ast.walk(parsed(file)):
@@ -52,6 +67,7 @@ def count(root: Path, parsed: Callable[[Path], ast.Module] = parsed) -> dict[str
                     asked[node.attr] += 1
             elif isinstance(node, ast.Compare):
                 now["probes by identity of a method"] += _is_probe(node)
+                now["questions whether anything is written"] += _asks_whether_written(node)
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 now["hasattr and getattr"] += node.func.id in ("hasattr", "getattr")
             elif isinstance(node, ast.FunctionDef):
@@ -59,10 +75,14 @@ def count(root: Path, parsed: Callable[[Path], ast.Module] = parsed) -> dict[str
                 arguments = len(node.args.args + node.args.kwonlyargs)
                 now[f"constructors of {WIDE} arguments"] += node.name == "__init__" and arguments >= WIDE
             elif isinstance(node, ast.ClassDef):
-                methods = sum(isinstance(inside, ast.FunctionDef) for inside in node.body)
-                now[f"classes of {MANY} methods"] += methods >= MANY
-                flags |= {name for inside in node.body for name in _flags(inside)}
+                own = [part.name for part in node.body if isinstance(part, ast.FunctionDef)]
+                now[f"classes of {MANY} methods"] += len(own) >= MANY
+                now["classes with __init_subclass__"] += "__init_subclass__" in own
+                flags |= {name for part in node.body for name in _flags(part)}
+                if inside.startswith(("store/", "data/replay_buffers/storages/")):
+                    bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
     now["class flags that others ask"] = sum(1 for name in flags if asked[name])
+    now["classes of tables"] = len(_families(bases, TABLES))
     return dict(now)
 
 
@@ -84,6 +104,21 @@ def _is_probe(node: ast.Compare) -> bool:
     return is_identity and len(sides) == 2 and len(names) == 1 and all(isinstance(s, ast.Attribute) for s in sides)
 
 
+def _asks_whether_written(node: ast.Compare) -> bool:
+    """`lanes is None`, `x.store is not None`."""
+    asked = node.left.attr if isinstance(node.left, ast.Attribute) else getattr(node.left, "id", "")
+    is_none = isinstance(node.ops[0], ast.Is | ast.IsNot) and ast.unparse(node.comparators[0]) == "None"
+    return is_none and asked in ("lanes", "store")
+
+
+def _families(bases: dict[str, set[str]], heads: tuple[str, ...]) -> set[str]:
+    """The classes at the heads of families, and all that inherit from them."""
+    found = set(heads)
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return found
+
+
 def _flags(node: ast.stmt) -> list[str]:
     """Names that a statement in the body of a class sets to True or False."""
     if isinstance(node, ast.Assign):
@@ -99,9 +134,10 @@ def _flags(node: ast.stmt) -> list[str]:
 def methods() -> dict[str, tuple[int, int]]:
     """Methods and properties of the central classes, inherited ones counted, dunders apart: all, and private ones."""
     from engram.data import ReplayBuffer, Sampler, Storage
+    from engram.store.table import Table
 
     found = {}
-    for kind in (Storage, Sampler, ReplayBuffer):
+    for kind in (Storage, Table, Sampler, ReplayBuffer):
         names = {
             name
             for parent in kind.__mro__
