@@ -384,7 +384,7 @@ class Codec {
     }
     nb::object held;
     PyObject* const given = o;
-    if (!open(node, o, held, &lead) || (node.kind == Node::kTensorDict && !is_as_built(given, lead.size()))) return false;
+    if (!open(node, o, held, &lead, true) || (node.kind == Node::kTensorDict && !is_as_built(given, lead.size()))) return false;
     Py_ssize_t at = 0;
     PyObject *key = nullptr, *value = nullptr;
     bool more = PyDict_Next(o, &at, &key, &value);
@@ -420,16 +420,18 @@ class Codec {
     const int same = PyObject_RichCompareBool(on.ptr(), device_.ptr(), Py_EQ);
     return PyErr_Clear(), same == 1;
   }
-  // The dict of a node's entries; `held` keeps it alive. False: the object is not of this kind.
-  bool open(const Node& node, PyObject*& o, nb::object& held, const std::vector<int64_t>* lead) const {
-    if (node.kind == Node::kTensorDict) {
-      if (!td_type_.is_valid() || reinterpret_cast<PyObject*>(Py_TYPE(o)) != td_type_.ptr()) return false;
+  // The dict of a node's entries; `held` keeps it alive. A dict may stand for a TensorDict and a TensorDict for a dict, but where
+  // `same` form is asked for. False: the object is neither, or with `lead` a TensorDict's batch dimensions are others.
+  bool open(const Node& node, PyObject*& o, nb::object& held, const std::vector<int64_t>* lead, bool same = false) const {
+    const bool is_tensordict = reinterpret_cast<PyObject*>(Py_TYPE(o)) == td_type_.ptr();
+    if (same && is_tensordict != (node.kind == Node::kTensorDict)) return false;
+    if (is_tensordict) {
       static PyObject* attribute = PyUnicode_InternFromString("_tensordict");
       static PyObject* batch_size = PyUnicode_InternFromString("_batch_size");
       if (lead) {
         const nb::object size = nb::steal(PyObject_GenericGetAttr(o, batch_size));
-        const int same = size.is_valid() ? PyObject_RichCompareBool(size.ptr(), size_of(node, *lead), Py_EQ) : -1;
-        if (same != 1) return PyErr_Clear(), false;
+        const int equal = size.is_valid() ? PyObject_RichCompareBool(size.ptr(), size_of(node, *lead), Py_EQ) : -1;
+        if (equal != 1) return PyErr_Clear(), false;
       }
       held = nb::steal(PyObject_GenericGetAttr(o, attribute));
       if (!held.is_valid()) return PyErr_Clear(), false;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,16 @@ class TestTensorsGoInAndOut:
         assert type(back) is TensorDict and back.batch_size == (3,) and back["in"].batch_size == (3, 4)
         assert (back == td).all() and back.device == torch.device("cpu")
 
+    def test_a_dict_and_a_tensordict_stand_for_each_other_and_come_back_in_the_form_of_the_layout(self) -> None:
+        td = plain_td()
+        mixed = {"a": td["a"], "next": td["next"]}, TensorDict({"a": td["a"]}, [3]).set("next", td["next"].to_dict())
+        for form in (td, td.to_dict()):
+            for data in (td, td.to_dict(), *mixed):
+                assert RowLayout.of(form, 1).codec.check(data, 1, 0).steps == 3
+                back = kept(data, form=form)
+                assert type(back) is type(form) and type(back["next"]) is type(form["next"])
+                assert same(back["a"], td["a"]) and same(back["next"]["reward"], td["next", "reward"])
+
     def test_lists_of_leaves(self) -> None:
         data = [torch.ones(3, 2), torch.arange(3)]
         back = kept(data)
@@ -182,12 +193,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"'[abc]'"):
             layout.plan(data, 1, 0)
 
-    def test_a_layout_of_a_tensordict_takes_no_dict_without_a_look(self) -> None:
-        layout = RowLayout.of(plain_td(), 1)
-        assert layout.codec.check(plain_td().to_dict(), 1, 0) is None
-        assert layout.codec.check(plain_td(), 1, 0).steps == 3
-        assert layout.codec.check(torch.zeros(3), 1, 0) is None
-        assert layout.codec.check(None, 1, 0) is None
+    def test_what_is_no_mapping_does_not_stand_for_one(self) -> None:
+        for form in (plain_td(), plain_td().to_dict()):
+            layout = RowLayout.of(form, 1)
+            for other in (torch.zeros(3), None, [], "a", collections.OrderedDict(form)):
+                assert layout.codec.check(other, 1, 0) is None
+            lacks_one = {"a": form["a"], "next": torch.zeros(3)}
+            assert layout.codec.check(lacks_one, 1, 0) is None
 
     def test_an_object_whose_class_cannot_be_told_is_refused(self) -> None:
         class Liar:
