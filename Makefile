@@ -26,7 +26,7 @@ help:
 	@echo "make check      ruff, mypy, pyright, layering, stubs"
 	@echo "make ci         all that runs on every submission, but for parts that nothing has changed (fifteen minutes)"
 	@echo "make release-check  the same with every part"
-	@echo "make bench      ours against other replay libraries (about twenty-five minutes)"
+	@echo "make bench      ours against other replay libraries (about half an hour)"
 	@echo "make interop    code written for TorchRL, with only its imports changed (an environment of its own)"
 	@echo "make instructions  instructions of our commonest calls, against benchmarks/instructions.json (a minute; valgrind)"
 	@echo "make test-search  the property tests, ten times over with new examples"

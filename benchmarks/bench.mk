@@ -1,5 +1,5 @@
 # `make bench`: ours against its peers, in an environment of their own. Included by the Makefile.
-#   make bench                          everything, about twenty-five minutes
+#   make bench                          everything, about half an hour
 #   make bench BENCH=--publish          and write the figures into README.md, the pages of benchmarks/ and the chart
 #   make bench BENCH=--quick            a look, a few minutes
 #   make bench BENCH="--only programs"  one case; see `python -m benchmarks.bench --help`

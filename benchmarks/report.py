@@ -261,16 +261,28 @@ def program_cells(row: Row, rows: dict[str, Row]) -> list[str]:
     """The cells of one line of the table of whole programs: CPU time a frame."""
     forms = [program_figure(row, form) for form in PROGRAM_PEERS]
     by_hand, ours = (text_of(figure(row, form), row["unit"]) + detail(row, form) for form in (BY_HAND, OURS))
-    ratio = times_by_hand(row, OURS)
-    return [row["title"], by_hand, ours, "" if ratio is None else times(ratio), *forms, *target_cells(aims(row, rows))]
+    return [row["title"], by_hand, ours, ratio_by_hand(row, OURS), *forms, *target_cells(aims(row, rows))]
 
 
 def program_figure(row: Row, form: str) -> str:
     """CPU time a frame, and in brackets how many times as long as by hand that is; empty where it has no such form."""
     if form not in row["contenders"]:
         return ""
+    ratio = ratio_by_hand(row, form)
+    return text_of(figure(row, form), row["unit"]) + (f" ({ratio})" if ratio else "")
+
+
+def ratio_by_hand(row: Row, form: str) -> str:
+    """How many times as long as by hand a form takes, with the spread of the rounds' own ratios.
+
+    Empty where one of the two was not measured.
+    """
     ratio = times_by_hand(row, form)
-    return text_of(figure(row, form), row["unit"]) + ("" if ratio is None else f" ({times(ratio)})")
+    if ratio is None:
+        return ""
+    rounds = (row["contenders"][name]["rounds"] for name in (form, BY_HAND))
+    share = spread({"rounds": [mine / its for mine, its in zip(*rounds, strict=True)], "median": ratio})
+    return times(ratio) + ("" if share is None else f" ±{share / 2:.0%}")
 
 
 def share_lines(rows: list[Row]) -> list[list[str]]:

@@ -12,7 +12,7 @@ from benchmarks.programs import dqn, pixel_dqn, ppo, random_actions, sac
 from benchmarks.programs.turns import Measured, Row, measure
 
 ROWS = [*dqn.ROWS, *sac.ROWS, *ppo.ROWS, *pixel_dqn.ROWS, *ppo.COLLECTION_ROWS, *random_actions.ROWS]
-ROUNDS = 3
+ROUNDS = 9
 
 
 def results(*, quick: bool) -> list[Result]:
