@@ -1,4 +1,4 @@
-"""The container that came first decides what rows come back as, and neither what is taken nor what a call costs."""
+"""The container that came first decides what rows come back as, and neither what is taken nor what a call costs; arrays are as good as tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from contracts.each import each
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ReplayBuffer,
+    TensorDictPrioritizedReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 
 def nested(leaf: Callable[[Any], Any], first: int, *lead: int) -> dict[str, Any]:
@@ -97,3 +103,37 @@ def test_any_container_is_written_by_one_native_call_whichever_came_first(
     assert rows(watched.rb) == [[k, k + 1, k + 1, k % 5 == 4] for k in range(written)]
     came_first = FORMS[begun](0, 4)
     assert type(watched.rb[0]) is type(came_first) and type(watched.rb[0]["next"]) is type(came_first["next"])
+
+
+def prioritized(n: int = 20) -> TensorDictPrioritizedReplayBuffer:
+    rb = TensorDictPrioritizedReplayBuffer(alpha=0.7, beta=0.5, storage=LazyTensorStorage(30), batch_size=4)
+    rb.extend(tensordict(0, n))
+    return rb
+
+
+def after(index: Any, priority: Any) -> Any:
+    """The priorities that an update leaves, or the kind of its error, after which all are as before."""
+    rb = prioritized()
+    before = rb.sampler.priorities(torch.arange(20))
+    try:
+        rb.update_priority(index, priority)
+    except (ValueError, IndexError) as error:
+        assert torch.equal(rb.sampler.priorities(torch.arange(20)), before)
+        return type(error)
+    return rb.sampler.priorities(torch.arange(20)).tolist()
+
+
+@given(
+    st.lists(st.tuples(st.integers(-25, 25), st.sampled_from([0.0, 0.5, 2.0, 3.0, -1.0, float("nan")])), max_size=5),
+    st.sampled_from([np.float32, np.float64]),
+    st.integers(1, 2),
+)
+def test_priorities_of_arrays_are_set_as_those_of_tensors_and_lists(
+    updates: list[tuple[int, float]], dtype: type, step: int
+) -> None:
+    index = np.array([at for at, _ in updates], np.int64).repeat(step)[::step]
+    priority = np.array([value for _, value in updates], dtype).repeat(step)[::step]
+    expected = after(index.tolist(), priority.tolist())
+    assert after(index, priority) == expected
+    assert after(torch.as_tensor(index.copy()), torch.as_tensor(priority.copy())) == expected
+    assert after(index, torch.as_tensor(priority.copy())) == expected

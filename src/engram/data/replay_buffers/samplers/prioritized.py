@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
 
 _WEIGHTS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_ARRAYS = (Tensor, np.ndarray)  # which the native core reads where they are plain
 _REDUCTIONS = ("max", "min", "mean", "median")
 _STATE = forms.record(
     {
@@ -252,7 +253,7 @@ class PriorityTable(RunSource):
             return
         where, lanes = self._stored_in(storage)
         if (
-            type(index) is Tensor and type(priority) is Tensor and where.ndim == 1
+            type(index) in _ARRAYS and type(priority) in _ARRAYS and where.ndim == 1
             and (generation is None or lanes.own_sequences is None) and not where.access.table.item_shape
             and self.following(where, lanes).set(lanes.store, index, priority, generation)
         ):  # fmt: skip
