@@ -75,7 +75,17 @@ def fingerprint(program: Path) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr(_described(tree)).encode()).hexdigest()[:16]
+
+
+def _described(node: Any) -> Any:
+    """A syntax tree without what is empty, which later Pythons have more of, or none."""
+    if isinstance(node, list):
+        return [_described(one) for one in node]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, _described(value)) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    return type(node).__name__, fields
 
 
 def run(curve: Curve, arguments: tuple[str, ...], seed: int) -> dict[str, Any]:

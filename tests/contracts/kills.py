@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,8 @@ def killed_after(wait: Callable[[], Any], work: Callable[[], Any], seconds: int 
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
     assert status == signal.SIGKILL, "the child ended by itself"
+
+
+def of_restarts(warned: Iterable[warnings.WarningMessage]) -> list[str]:
+    """What engram said of processes that it replaced; from 3.12 on Python warns, too, where one with threads forks."""
+    return [str(one.message) for one in warned if one.category is RuntimeWarning]

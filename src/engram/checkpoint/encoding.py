@@ -121,6 +121,8 @@ def decode(tree: Any, file: ChecksummedFile | BytesInMemory | None, codecs: tupl
         return _Decoder(file, codecs).decode(tree)
     except (CheckpointError, MemoryError):
         raise
+    except RecursionError:
+        raise ValueError("a state in it is nested too deeply") from None
     except _MALFORMED as error:
         raise ValueError(f"a state in it is malformed ({error!r})") from error
 
