@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from contracts.children import fork
+from contracts.tiers import in_ci, in_turns
 from engram.cli import verify
 from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, TensorDictReplayBuffer
 from engram.store.places import LaneCount
@@ -175,14 +176,22 @@ def torture_many_lanes(rb: TensorDictReplayBuffer, environment: Environment, kil
 
 
 MEMORY = [("one writer", 1, 1), ("turns", WRITERS, None), ("lanes", WRITERS, 4)]
+FILES = [(None, None), ("store", None), ("store", 4)]
 SHAPES = [(1, 1, SIZE), (4, 1, SIZE), (3, 3, SIZE), (1, 1, SMALL), (1, 3, SMALL)]
+
+
+def of_case(value: Any) -> str:
+    """The name of a case's memory or shape."""
+    if isinstance(value, tuple):
+        return value[0] if isinstance(value[0], str) else f"{value[0]} frames of {value[2]} in {value[1]} steps"
+    return {False: "shared memory", True: "a folder"}[value]
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kills", [12, pytest.param(350, marks=pytest.mark.long)])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames of {shape[2]} in {shape[1]} steps")
-@pytest.mark.parametrize("name, writers, lanes", MEMORY, ids=[name for name, *_ in MEMORY])
-def test_rows_are_right_whenever_their_writers_are_killed(name, writers, lanes, shape, kills):
+@pytest.mark.parametrize(("memory", "shape"), in_turns(MEMORY, SHAPES), ids=of_case)
+def test_rows_are_right_whenever_their_writers_are_killed(memory, shape, kills):
+    _, writers, lanes = memory
     frames, n_steps, _ = shape
     compact = Compact("x", frames=frames, n_steps=n_steps)
     storage = LazyTensorStorage(CAPACITY, shared=True, lanes=lanes, compact=compact)
@@ -191,8 +200,13 @@ def test_rows_are_right_whenever_their_writers_are_killed(name, writers, lanes, 
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("after", ["next_x", ("next", "x")], ids=["flat", "nested"])
-@pytest.mark.parametrize("folder, lanes", [(None, None), ("store", None), ("store", 4)])
+@pytest.mark.parametrize(
+    ("after", "folder", "lanes"),
+    in_ci(
+        [(after, *place) for after in ("next_x", ("next", "x")) for place in FILES],
+        [("next_x", "store", 4), (("next", "x"), None, None), (("next", "x"), "store", None)],
+    ),
+)
 def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, folder, lanes, after):
     scratch_dir = None if folder is None else ram_path / folder
     storage = LazyMemmapStorage(CAPACITY, scratch_dir=scratch_dir, lanes=lanes, compact=Compact("x", frames=4))
@@ -204,8 +218,7 @@ def test_rows_of_a_file_are_right_whenever_their_writers_are_killed(ram_path, fo
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kills", [12, pytest.param(350, marks=pytest.mark.long)])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape[0]} frames of {shape[2]} in {shape[1]} steps")
-@pytest.mark.parametrize("is_file", [False, True], ids=["shared memory", "a folder"])
+@pytest.mark.parametrize(("shape", "is_file"), in_turns(SHAPES, [False, True]), ids=of_case)
 def test_rows_of_64_lanes_are_right_whenever_their_writers_are_killed(ram_path, is_file, shape, kills):
     frames, n_steps, _ = shape
     settings = {"lanes": LaneCount(MANY), "compact": Compact("x", frames=frames, n_steps=n_steps)}

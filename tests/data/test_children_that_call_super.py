@@ -17,7 +17,7 @@ from contracts.each import each
 from contracts.pairwise import pairwise_product
 from contracts.reused_memory import ReusingTensors
 from contracts.super_children import FIRST_KEYS, Parts, assert_same, child_of, layered_child_of, overridable, steps
-from contracts.tiers import in_quick
+from contracts.tiers import in_ci, in_quick
 from engram import transforms
 from engram.collectors import SyncDataCollector
 from engram.data import (
@@ -181,6 +181,22 @@ def forms_of(kind: type) -> dict[str, Callable[[type], Any]]:
     }
 
 
+def forms_in_turns(kinds: dict[str, Kind], name: str, each_with: int) -> list[tuple[int, str]]:
+    """Children of one of several kinds, numbered. A method that all kinds have is overridden in `each_with` of them."""
+    shared = sorted(set.intersection(*(set(overridable(kind.kind)) for kind in kinds.values())))
+    place = list(kinds).index(name)
+    return [
+        (number, form)
+        for number, form in enumerate(forms_of(kinds[name].kind))
+        if form not in shared or (shared.index(form) - place) % len(kinds) < each_with
+    ]
+
+
+def turns(few: int, kinds: dict[str, Kind]) -> Any:
+    """For `each_with`: in CI a method is overridden in few kinds, at night in all."""
+    return pytest.mark.parametrize("each_with", in_ci([few, len(kinds)], [few]))
+
+
 def public(base: type) -> set[type]:
     """The public classes of one kind that can be made."""
     found = [getattr(engram.data, name) for name in engram.data.__all__]
@@ -215,13 +231,16 @@ def test_child_of_a_storage_behaves_as_its_parent(name, ram_path):
         check_storage(name, form, number + 2 * place, ram_path)
 
 
-DEEP = ["memory", "environments", "file, lanes", "list"]
-IN_TIERS = [pytest.param(name, marks=pytest.mark.deep if name in DEEP else pytest.mark.long) for name in STORAGES]
+#: Of each implementation one.
+DIFFERENT = {name: STORAGES[name] for name in ("memory", "environments", "file, lanes", "list")}
 
 
-@pytest.mark.parametrize("name", IN_TIERS)
-def test_child_with_any_method_of_a_storage_behaves_as_its_parent(name, ram_path):
-    for number, form in enumerate(forms_of(STORAGES[name].kind)):
+@pytest.mark.deep
+@turns(1, DIFFERENT)
+@pytest.mark.parametrize("name", in_ci(STORAGES, DIFFERENT))
+def test_child_with_any_method_of_a_storage_behaves_as_its_parent(name, each_with, ram_path):
+    kinds = DIFFERENT if name in DIFFERENT else {name: STORAGES[name]}
+    for number, form in forms_in_turns(kinds, name, each_with):
         check_storage(name, form, number + 5 * list(STORAGES).index(name), ram_path)
 
 
@@ -249,9 +268,10 @@ def test_child_of_a_sampler_behaves_as_its_parent(name, ram_path):
 
 
 @pytest.mark.deep
+@turns(2, SAMPLERS)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_child_with_any_method_of_a_sampler_behaves_as_its_parent(name, ram_path):
-    for number, form in enumerate(forms_of(SAMPLERS[name].kind)):
+def test_child_with_any_method_of_a_sampler_behaves_as_its_parent(name, each_with, ram_path):
+    for number, form in forms_in_turns(SAMPLERS, name, each_with):
         check_sampler(name, form, number, ram_path)
 
 
@@ -292,9 +312,10 @@ def test_child_of_a_buffer_behaves_as_its_parent(name, ram_path):
 
 
 @pytest.mark.deep
+@turns(1, BUFFERS_WITH_SAMPLERS)
 @pytest.mark.parametrize("name", BUFFERS_WITH_SAMPLERS)
-def test_child_with_any_method_of_a_buffer_behaves_as_its_parent(name, ram_path):
-    for number, form in enumerate(forms_of(BUFFERS_WITH_SAMPLERS[name].kind)):
+def test_child_with_any_method_of_a_buffer_behaves_as_its_parent(name, each_with, ram_path):
+    for number, form in forms_in_turns(BUFFERS_WITH_SAMPLERS, name, each_with):
         check_buffer(name, form, number, ram_path)
 
 

@@ -1,4 +1,4 @@
-"""The container that came first decides what rows come back as, and neither what is taken nor what a call costs; arrays are as good as tensors."""
+"""What comes first decides the form of the rows, and neither what is taken nor its cost; arrays are as good as tensors."""
 
 from __future__ import annotations
 
