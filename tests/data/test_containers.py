@@ -1,4 +1,4 @@
-"""What comes first decides the form of the rows, and neither what is taken nor its cost; arrays are taken as tensors."""
+"""What comes first decides the form of rows, and neither what is taken nor its cost; arrays are taken as tensors."""
 
 from __future__ import annotations
 
