@@ -87,17 +87,18 @@ def make(name: str, *targets: str, **settings: Any) -> Part:
 
 BUILT = ("environment",)
 PEERS = (*BUILT, "peers")
-ALL_TESTS = ("tests", "src", "docs", "examples", "README.md")
+#: What all tests use.
+HELP = ("tests/conftest.py", "tests/contracts")
+#: Of a satellite a submission looks at its own code; `make release-check` runs it whatever has changed.
+RAY = ("src/engram/distributed", "src/native", "tests/cluster", "tests/distributed/shards.py", "docs", "benchmarks", *HELP)
+CLIENTS = ("src", "tests/clients", "benchmarks", *HELP)
 #: In the order in which they start: what the others need, then the longest.
 PARTS = (
     make("environment"),
     Part("tools", (".ci/tools",)),
     make("model", needs=("tools",), sees=("tests/model", "src/native")),
-    make("test-ray", needs=BUILT, sees=(*ALL_TESTS, "benchmarks"), waits=True),
-    make(
-        "wheel-check",
-        sees=("src", "packaging", "tests/native", "tests/conftest.py", "tests/contracts", "*.md", "LICENSE*"),
-    ),
+    make("test-ray", needs=BUILT, sees=RAY, waits=True),
+    make("wheel-check", sees=("src/native", "packaging", "tests/native", *HELP, "README.md", "LICENSE*")),
     make(
         "instructions",
         "instructions",
@@ -110,9 +111,9 @@ PARTS = (
     make("static", needs=BUILT),
     make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
-    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=(*ALL_TESTS, "benchmarks")),
+    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=CLIENTS),
     make("tests", "test-tiers", needs=BUILT, alone=True),
-    make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=ALL_TESTS, alone=True, of_releases=True),
+    make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=CLIENTS, alone=True, of_releases=True),
 )
 
 
