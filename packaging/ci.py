@@ -90,7 +90,15 @@ PEERS = (*BUILT, "peers")
 #: What all tests use.
 HELP = ("tests/conftest.py", "tests/contracts")
 #: Of a satellite a submission looks at its own code; `make release-check` runs it whatever has changed.
-RAY = ("src/engram/distributed", "src/native", "tests/cluster", "tests/distributed/shards.py", "docs", "benchmarks", *HELP)
+RAY = (
+    "src/engram/distributed",
+    "src/native",
+    "tests/cluster",
+    "tests/distributed/shards.py",
+    "docs",
+    "benchmarks",
+    *HELP,
+)
 CLIENTS = ("src", "tests/clients", "benchmarks", *HELP)
 #: In the order in which they start: what the others need, then the longest.
 PARTS = (

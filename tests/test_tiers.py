@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -204,7 +205,8 @@ def test_seconds_of_modules_are_written_by_their_tiers_with_workers_and_without(
         "    run_program('import time\\nwhile time.process_time() < 0.3: pass', imported=())",
     }
     for workers in ([], ["-n", "2"]):
-        pytest_on(files, "--seconds", str(tmp_path / "seconds.json"), *workers)
+        printed = pytest_on(files, "--seconds", str(tmp_path / "seconds.json"), *workers)
+        assert re.search(r"budgets =+\ndata +0 +\d+\n(.*\n)+all +\d+ +\d+\n", printed)
         tiers = json.loads((tmp_path / "seconds.json").read_text())
         assert set(tiers["quick"]) == {"(collecting)", "test_one.py", "test_other.py"} and set(tiers["deep"]) == {
             "test_one.py"

@@ -17,6 +17,19 @@ TIERS = ("quick", "deep")
 #: What is no test: to import and to collect, in all processes.
 COLLECTING = "(collecting)"
 
+#: CPU seconds of the deep tests of each folder, which are what CI takes. More is said, and no failure: what is new there
+#: takes the place of something, or raises the number here, with a reason in its commit.
+DEEP_BUDGETS = {
+    "data": 220, "processes": 240, "crash": 110, "native": 105, "damage": 100, "docs": 60, "examples": 60, "law": 45,
+    "collectors": 40, "machine": 40, "races": 35, "distributed": 35, "(others)": 80,
+}  # fmt: skip
+
+
+def folder_of(module: str) -> str:
+    """The folder below `tests` that a budget is of."""
+    folder = Path(module).parts[1:2]
+    return folder[0] if folder and folder[0] in DEEP_BUDGETS else "(others)"
+
 
 class Seconds:
     """Of each module in each tier, its tests' seconds of the clock and of CPUs, with processes that they waited for.
@@ -56,6 +69,18 @@ class Seconds:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(self._taken, indent=0, sort_keys=True))
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self._taken["deep"]:
+            return
+        sums = dict.fromkeys(DEEP_BUDGETS, 0.0)
+        for module, (_, cpu) in self._taken["deep"].items():
+            sums[folder_of(module)] += cpu
+        terminalreporter.section("CPU seconds of deep tests, and their budgets")
+        for folder, cpu in sums.items():
+            above = "  ABOVE" if cpu > DEEP_BUDGETS[folder] else ""
+            terminalreporter.line(f"{folder:<14}{cpu:>8.0f}{DEEP_BUDGETS[folder]:>8}{above}")
+        terminalreporter.line(f"{'all':<14}{sum(sums.values()):>8.0f}{sum(DEEP_BUDGETS.values()):>8}")
 
     def _add(self, tier: str, name: str, clock: float, cpu: float) -> None:
         seconds = self._taken[tier].setdefault(name, [0.0, 0.0])
