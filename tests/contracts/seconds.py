@@ -17,7 +17,7 @@ TIERS = ("quick", "deep")
 #: What is no test: to import and to collect, in all processes.
 COLLECTING = "(collecting)"
 
-#: CPU seconds of the deep tests of each folder, which are what CI takes. More is said, and no failure: what is new there
+#: CPU seconds of the deep tests of each folder, most of what CI takes. More is said, and no failure. What is new there
 #: takes the place of something, or raises the number here, with a reason in its commit.
 DEEP_BUDGETS = {
     "data": 220, "processes": 240, "crash": 110, "native": 105, "damage": 100, "docs": 60, "examples": 60, "law": 45,
