@@ -104,7 +104,7 @@ CLIENTS = ("src", "tests/clients", "benchmarks", *HELP)
 PARTS = (
     make("environment"),
     Part("tools", (".ci/tools",)),
-    make("model", needs=("tools",), sees=("tests/model", "src/native")),
+    make("model", needs=("tools",), sees=("tests/model", "src/native/*_protocol.hpp", "src/native/crc32c.hpp")),
     make("test-ray", needs=BUILT, sees=RAY, waits=True),
     make("wheel-check", sees=("src/native", "packaging", "tests/native", *HELP, "README.md", "LICENSE*")),
     make(

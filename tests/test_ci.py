@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -224,6 +225,17 @@ def test_every_path_that_a_part_sees_is_in_the_repository(ci):
         pytest.skip("this is no clone")
     for path in {*ci.EVERY, *(path for part in ci.PARTS for path in part.sees)}:
         assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
+
+
+def test_model_sees_every_native_file_that_it_includes(ci):
+    (sees,) = (part.sees for part in ci.PARTS if part.name == "model")
+    listed = subprocess.run(["git", "ls-files", "--", *sees], cwd=ROOT, capture_output=True, text=True).stdout
+    if not listed:
+        pytest.skip("this is no clone")
+    files = [ROOT / path for path in listed.split() if path.endswith("pp")]
+    names = [(file.parent, name) for file in files for name in re.findall(r'#include "(.+?)"', file.read_text())]
+    included = {os.path.relpath(folder / name, ROOT) for folder, name in names}
+    assert included and included <= set(listed.split()), included
 
 
 def test_each_part_comes_after_all_that_it_needs(ci):
