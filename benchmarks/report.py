@@ -152,12 +152,9 @@ def _aim(row: Row, name: str, value: float, rows: dict[str, Row]) -> Aim:
         return Aim(f"at most {text_of(value, unit)}", text_of(ours, unit), _share(ours, value))
     if name == "own":
         return _times_aim(f"at most {value:g}x its own", of_own(row, OURS, rows), value)
-    if name.startswith(BESIDE):
+    if name == BESIDE:
         alone, beside = alone_and_beside(row, OURS)
-        if name == BESIDE:
-            return _times_aim(f"beside a busy thread at most {value:g}x alone", _share(beside, alone), value)
-        words = f"{text_of(value * 1e-6, 's')} beside a busy thread"
-        return Aim(words, text_of(beside, "s"), _share(beside, value * 1e-6))
+        return _times_aim(f"beside a busy thread at most {value:g}x alone", _share(beside, alone), value)
     if name == BY_HAND:
         return _times_aim(f"at most {value:.3g}x by hand", times_by_hand(row, OURS), value)
     ratio, words = times_faster(row, name), _against(name, value, row)
@@ -211,17 +208,12 @@ def shortfalls(document: Document) -> dict[str, list[str]]:
         for name, value in row["target"].items():
             aim = _aim(row, name, value, rows)
             if aim.falls_short:
-                lines.setdefault(_reason(row, name, aim), []).append(f"{row['title']} ({aim.words}: {aim.of_target})")
+                lines.setdefault(_reason(row, aim), []).append(f"{row['title']} ({aim.words}: {aim.of_target})")
     return lines
 
 
-def _reason(row: Row, name: str, aim: Aim) -> str:
+def _reason(row: Row, aim: Aim) -> str:
     contender = row["contenders"][OURS]
-    if name == "us" and contender.get("reference") and contender["median"] <= row["target"][name] * 1e-6:
-        return (
-            "As measured within their target, but not as scaled to a machine on which `torch.empty(1)` takes 1.1 us, "
-            "for which the targets are: scaled, what memory decides reads too long"
-        )
     if aim.ratio is not None and aim.ratio - 1 <= (spread(contender) or 0):
         return "By less than their rounds differ from each other"
     return REASONS.get(row["key"], "Not explained yet")

@@ -107,11 +107,6 @@ def test_what_falls_short_is_listed_once_by_its_reason(monkeypatch):
     assert report.target_summary(document(CALL, slow, slower, other)) == "3 of 6 targets are met, 3 fall short."
 
 
-def test_target_that_only_scaling_misses_is_explained_by_it():
-    scaled = {**rounds(9e-6, 9e-6, 9e-6), "reference": [0.7e-6] * 3}
-    assert "As measured within" in next(iter(report.shortfalls(document(row("scaled", {"us": 10}, engram=scaled)))))
-
-
 def test_target_that_a_missing_peer_would_decide_is_not_measured():
     line = row("call", {"torchrl": 4}, engram={"median": 5e-6}, torchrl={"not_available": "no such module"})
     assert report.cells(line, {})[-1] == "not measured" and report.shortfalls(document(line)) == {}

@@ -29,8 +29,7 @@ class Row:
     floor: Make | None = None
     target: dict[str, float] = field(default_factory=dict)
     """`us`: microseconds; `most`: at most this, in the row's unit; a library's name: how many times faster; `own`: at
-    most this many times the row `own_of`; `beside us`: microseconds beside a busy Python thread; `beside`: at most this
-    many times what it takes alone."""
+    most this many times the row `own_of`; `beside`: at most this many times what it takes alone."""
     own_of: str | None = None
     beside: bool = False
     warm_up: int = 0

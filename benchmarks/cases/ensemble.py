@@ -51,6 +51,6 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
             "ensemble_transformed",
             f"the same, RewardScaling in each of the {MEMBERS}",
             {name: calling(lambda name=name: transformed(name)) for name in SAME_API},
-            target={"us": 45},
+            target={"torchrl": 20},
         ),
     ]

@@ -91,7 +91,7 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "cpprb": calling(lambda: _stacking_cpprb(game)),
                 "NumPy": calling(lambda: _stacking_arrays(game)),
             },
-            target={"us": 400},
+            target={"NumPy": 0.3},
             notes=[f"{2 * capacity:,} steps, episodes of {EPISODE}"],
         )
     ]

@@ -52,7 +52,7 @@ def _row(capacity: int) -> Row:
         f"sample(256) as 8 slices of 32, {words(capacity)}",
         contenders,
         floor=lambda: floors.Table(CARTPOLE_LEAVES, capacity, BATCH).runs(BATCH // SLICES),
-        target={"us": 18} if smallest else {"us": 18, "own": 1.3},
+        target={} if smallest else {"own": 1.3},
         own_of=None if smallest else f"slices_{SIZES[0]}",
         beside=capacity == SIZES[1],
         warm_up=WARM_UP if capacity == SIZES[-1] else 0,

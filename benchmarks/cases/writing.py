@@ -65,7 +65,7 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "stable-baselines3": calling(lambda: StableBaselines3(*fixed, envs=BATCH).add()),
             },
             floor=lambda: floors.scatter(CARTPOLE_LEAVES, CAPACITY, BATCH),
-            target={"us": 4.2},
+            target={"floor": 1 / 1.6},
             beside=True,
             notes=["tianshou and stable-baselines3: one step of each of 64 environments"],
         ),
@@ -77,7 +77,6 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "torchrl": calling(lambda: adding("torchrl")),
             },
             floor=lambda: floors.scatter(CARTPOLE_LEAVES, CAPACITY, 1),
-            target={"us": 3.3},
             beside=True,
         ),
         Row(
@@ -91,7 +90,6 @@ def groups(*, quick: bool) -> Iterator[list[Row]]:
                 "stable-baselines3": calling(lambda: StableBaselines3(*fixed).add()),
             },
             floor=lambda: floors.scatter(CARTPOLE_LEAVES, CAPACITY, 1),
-            target={"us": 2.5},
             beside=True,
             notes=["torchrl: through TensorDict(...), which it needs; tianshou: a Batch of 6 keys"],
         ),
@@ -126,7 +124,7 @@ def _lists() -> list[Row]:
             f"extend of a list of {BATCH} dicts of 3 tensors, {storage}",
             {name: calling(lambda name=name, storage=storage: extending(name, storage)) for name in SAME_API},
             floor=lambda: floors.scatter(leaves, CAPACITY, BATCH),
-            target={"us": 80},
+            target={"torchrl": 3.5 if key == "list" else 8},
         )
         for key, storage in {"memory": "LazyTensorStorage", "list": "ListStorage"}.items()
     ]
@@ -138,7 +136,7 @@ def _lists() -> list[Row]:
             f"sample({BATCH}) of the same ListStorage, stacked",
             {name: calling(lambda name=name: sampling(name)) for name in SAME_API},
             floor=lambda: floors.gather(leaves, CAPACITY, BATCH),
-            target={"us": 15},
+            target={"torchrl": 10},
         ),
         *_collated(),
     ]
