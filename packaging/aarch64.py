@@ -59,7 +59,7 @@ def compile_core(version: str) -> None:
     include = SYSTEM / "usr" / "include"
     folders = ["-isystem", include / f"python{version}", "-idirafter", include]
     folders += ["-isystem", parts / "include", "-isystem", parts / "ext" / "robin_map" / "include"]
-    sources = [ROOT / "src" / "native" / "module.cpp", parts / "src" / "nb_combined.cpp"]
+    sources = [*sorted((ROOT / "src" / "native").glob("*.cpp")), parts / "src" / "nb_combined.cpp"]
     shutil.rmtree(OURS, ignore_errors=True)
     shutil.copytree(ROOT / "src" / "engram", OURS / "engram", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     module = OURS / "engram" / f"_native.cpython-{version.replace('.', '')}-aarch64-linux-gnu.so"

@@ -36,7 +36,7 @@ MUTEXES = r"^ *(?:mutable )?std::mutex "
 
 @pytest.mark.parametrize(("folder", "pattern"), [(SOURCE, FILES), (NATIVE, MUTEXES)])
 def test_the_page_names_the_files_with_locks_between_processes_and_native_ones(folder: Path, pattern: str) -> None:
-    sources = [file for kind in ("*.py", "*.hpp") for file in folder.rglob(kind)]
+    sources = [file for kind in ("*.py", "*.hpp", "*.cpp") for file in folder.rglob(kind)]
     files = [file for file in sources if re.search(pattern, file.read_text(), re.MULTILINE)]
     missing = [str(file.relative_to(folder)) for file in files if f"`{file.relative_to(folder)}`" not in LOCKS]
     assert files and not missing

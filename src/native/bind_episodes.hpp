@@ -6,10 +6,10 @@
 #include <thread>
 #include <utility>
 
-#include "bind_batches.hpp"
 #include "bind_store.hpp"
 #include "copy_threads.hpp"
 #include "episodes.hpp"
+#include "row_draw.hpp"
 
 namespace engram {
 
@@ -435,85 +435,6 @@ inline Tensor end_flags(const SliceBatch& batch, bool last) {
     std::fill_n(out, n, uint8_t{0});
     batch.ends([&](uint64_t first, uint64_t end) { out[last ? end : first] = 1; });
   });
-}
-
-inline void bind_episodes(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<SliceRule>(m, "SliceRule")
-      .def("__init__", [](SliceRule* rule, uint64_t length, uint64_t min_length, uint64_t before, uint64_t after,
-                          bool pad, bool by_window, bool pad_behind) {
-        if (length > kMostBytes)
-          throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
-        if (length < 1 || min_length < 1 || before >= length || after >= length)
-          throw nb::value_error("a slice has at least one row, and its window at least one stored row");
-        if (pad && pad_behind) throw nb::value_error("padding stands around the rows or behind them");
-        const SliceRule checked{length, min_length, before, after, pad, by_window, pad_behind};
-        if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + checked.more_windows() < 1)
-          throw nb::value_error("by_window each trajectory that is long enough has a window");
-        new (rule) SliceRule(checked);
-      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false,
-         "pad_behind"_a = false)
-      .def_ro("length", &SliceRule::length)
-      .def_ro("min_length", &SliceRule::min_length);
-  nb::class_<SliceBatch>(m, "SliceBatch")
-      .def("__len__", [](const SliceBatch& b) { return b.slices.size(); })
-      .def_prop_ro("rows", &SliceBatch::rows)
-      .def("slots", [](const SliceBatch& b) { return slots_out(b.rows(), [&](int64_t* out) { b.slots(out); }); })
-      .def("ids", [](const SliceBatch& b) { return slots_out(b.rows(), [&](int64_t* out) { b.ids(out); }); })
-      .def("mask", [](const SliceBatch& b) { return flags_out(b.rows(), false, [&](uint8_t* out) { b.mask(out); }); })
-      .def("first", [](const SliceBatch& b) { return end_flags(b, false); })
-      .def("last", [](const SliceBatch& b) { return end_flags(b, true); })
-      .def("mark_first", [](const SliceBatch& b, nb::handle t) { return mark_rows(b, t, false); }, "tensor"_a)
-      .def("mark_last", [](const SliceBatch& b, nb::handle t) { return mark_rows(b, t, true); }, "tensor"_a)
-      .def_ro("rule", &SliceBatch::rule)
-      .def("replaced", [](const SliceBatch& old, const std::vector<uint64_t>& which, const SliceBatch& fresh) {
-        if (which.size() != fresh.slices.size()) throw nb::value_error("one fresh slice for each that is replaced");
-        SliceBatch batch = fresh;
-        batch.slices = old.slices;
-        for (size_t i = 0; i < which.size(); ++i) batch.slices.at(which[i]) = fresh.slices[i];
-        return batch;
-      }, "which"_a, "fresh"_a)
-      .def("without", [](const SliceBatch& all, const std::vector<uint64_t>& which) {
-        SliceBatch batch = all;
-        batch.slices.clear();
-        for (uint64_t i = 0; i < all.slices.size(); ++i)
-          if (std::find(which.begin(), which.end(), i) == which.end()) batch.slices.push_back(all.slices[i]);
-        return batch;
-      }, "which"_a)
-      .def("stale", [](const SliceBatch& b, const Store& s, nb::handle) -> std::optional<std::vector<uint32_t>> {
-        std::vector<uint32_t> places = b.stale(s);
-        return places.empty() ? std::nullopt : std::optional(std::move(places));
-      }, "store"_a, "slots"_a = nb::none());  // the signature of DrawnRows, which needs the slots
-  nb::class_<SliceEpoch>(m, "SliceEpoch")
-      .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,
-                          std::vector<int64_t> lasts) {
-        uint64_t total = 0;
-        for (uint64_t n : counts)
-          if (n > kMostBytes || (total += n) > kMostBytes) throw nb::value_error("an epoch beyond any memory");
-        if (counts.size() != lasts.size()) throw nb::value_error("a last row for each environment");
-        new (epoch) SliceEpoch(key, shuffle, std::move(counts), std::move(lasts));
-      }, "key"_a, "shuffle"_a, "counts"_a, "lasts"_a)
-      .def("__len__", &SliceEpoch::size)
-      .def("rest", [](const SliceEpoch& e, uint64_t position) {
-        return slots_out(e.size() - std::min(position, e.size()), [&](int64_t* out) { e.rest(position, out); });
-      }, "position"_a)
-      .def_ro("counts", &SliceEpoch::counts)
-      .def_ro("lasts", &SliceEpoch::lasts);
-  nb::class_<Episodes>(m, "Episodes")
-      .def(nb::init<bool, std::optional<uint64_t>, uint64_t>(), "by_id"_a, "offset"_a.none(), "bytes"_a)
-      .def("draw", nb::overload_cast<Store&, const SliceRule&, nb::handle, size_t, nb::handle>(&Episodes::draw), "store"_a,
-           "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
-      .def("newest", &Episodes::newest, "store"_a, "rule"_a, "n"_a, "fetch"_a.none() = nb::none())
-      .def("choices", &Episodes::choices, "store"_a, "rule"_a, "fetch"_a.none() = nb::none())
-      .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
-      .def("trajectories_and_rows", &Episodes::trajectories_and_rows, "store"_a, "fetch"_a.none() = nb::none())
-      .def("longest", &Episodes::longest, "store"_a, "fetch"_a.none() = nb::none())
-      .def("begin_epoch", &Episodes::begin_epoch, "store"_a, "rule"_a, "key"_a, "shuffle"_a,
-           "fetch"_a.none() = nb::none())
-      .def("take", &Episodes::take, "store"_a, "rule"_a, "epoch"_a, "position"_a, "seed"_a, "n"_a, "least"_a,
-           "fetch"_a.none() = nb::none());
-  nb::class_<SliceDraw, RowDraw>(m, "SliceDraw")
-      .def(nb::init<nb::object, nb::object, nb::object, nb::tuple>(), "sampler"_a, "lock"_a, "planned"_a, "watched"_a);
 }
 
 }  // namespace engram

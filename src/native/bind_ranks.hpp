@@ -1,8 +1,6 @@
 // Python bindings of the max-value writer's heap.
 #pragma once
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include <string>
 #include <vector>
@@ -135,32 +133,6 @@ inline Placed heap_place(RankHeap& heap, const Store* store, nb::handle values, 
     heap.undo();
     throw;
   }
-}
-
-inline void bind_ranks(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<RankHeap>(m, "RankHeap")
-      .def(nb::init<uint64_t>(), "capacity"_a)
-      .def_prop_ro("capacity", &RankHeap::capacity)
-      .def("behind", &heap_behind, "store"_a)
-      .def("put", &heap_put, "slots"_a, "values"_a, "reduction"_a)
-      .def("place", &heap_place, "store"_a.none(), "values"_a, "reduction"_a)
-      .def("undo", &RankHeap::undo)
-      .def("written", [](RankHeap& heap, const Store& store) {
-        const LaneView view = store.lanes.view(0);
-        try {
-          heap.follower().resume(store, {{view.first, view.published}});
-        } catch (const std::bad_alloc&) {
-          heap.follower().forget();  // the rows are written: the next poll reads all ranks again
-        }
-      }, "store"_a)
-      .def("forget", [](RankHeap& heap) {
-        heap.follower().forget();
-        heap.clear();
-      });
-  m.def("ranks", [](nb::handle values, const char* reduction) {
-    return ranks_of(values, reduction_of(reduction));
-  }, "values"_a, "reduction"_a);
 }
 
 }  // namespace engram

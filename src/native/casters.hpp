@@ -1,9 +1,15 @@
-// Sequences as arguments. nanobind's own converter of a `std::vector` is noexcept: without memory it ends the process.
+// Types of the standard library as arguments and results. Only this file includes nanobind's converters: a unit that lacked one
+// would take its type for a class that is bound, or have another converter of vectors than the others.
 #pragma once
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/detail/nb_list.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 
 #include <optional>
 #include <utility>
@@ -22,6 +28,7 @@ inline Py_ssize_t fast_size(PyObject* items) { return PySequence_Fast_GET_SIZE(i
 inline PyObject* fast_item(PyObject* items, Py_ssize_t i) { return PySequence_Fast_GET_ITEM(items, i); }
 #endif
 
+// Sequences. nanobind's own converter of a `std::vector` is noexcept: without memory it ends the process.
 template <typename T>
 struct type_caster<std::vector<T>> : list_caster<std::vector<T>, T> {
   template <typename Flags>

@@ -3,8 +3,6 @@
 #pragma once
 #include <atomic>
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <numeric>
@@ -14,22 +12,13 @@
 
 #include "casters.hpp"
 #include "casts.hpp"
+#include "leaves.hpp"
 #include "rows.hpp"
-#include "tensors.hpp"
 
 namespace engram {
 
-constexpr size_t kGilBytes = 256 << 10;  // larger copies release the GIL
-constexpr size_t kBigLeaf = 256 << 10;   // a leaf of this size in a batch gets a block of its own
 constexpr size_t kMostLeafBytes = size_t{1} << 40;
 constexpr size_t kSequenceBytes = 8;
-
-struct Leaf {
-  DType dtype;
-  size_t itemsize, bytes, offset;
-  std::vector<int64_t> shape;
-  bool lazy_bits;  // floats and complex numbers may be lazily negated or conjugated
-};
 
 struct Node {
   enum Kind { kLeaf, kTensorDict, kDict } kind = kLeaf;
@@ -99,6 +88,7 @@ class Codec {
       }
     scalars_reserved_ = leaves_.size();
   }
+  Codec(const Codec&) = delete;
 
   const std::vector<Leaf>& leaves() const { return leaves_; }
   // The numbers of the leaves in the order in which they lie in a row.
@@ -444,6 +434,10 @@ class Codec {
       values[node.leaf] = nb::borrow(o);
       return true;
     }
+    return flatten_entries(node, o, values, lead);
+  }
+  // Apart, so that `flatten` is inlined: most entries are leaves.
+  bool flatten_entries(const Node& node, PyObject* o, std::vector<nb::object>& values, const std::vector<int64_t>* lead) const {
     nb::object held;
     if (!open(node, o, held, lead) || static_cast<size_t>(PyDict_Size(o)) != node.items.size()) return false;
     for (const auto& [key, child] : node.items) {
@@ -457,7 +451,7 @@ class Codec {
   bool take(size_t k, PyObject* o, int batch_dims, int time_dim, Plan& plan, const Numbers& numbers) const {
     const Leaf& leaf = leaves_[k];
     if (TensorView t; t.of(o)) {
-      if (leaf.lazy_bits && lazy(o)) return false;
+      if (leaf.lazy_bits && is_lazy(o)) return false;
       if (place(leaf, t, batch_dims, time_dim, plan)) return true;
       if (!inner_strided(leaf, t, batch_dims)) return false;
       nb::object tidy = nb::borrow(o).attr("contiguous")();
@@ -517,25 +511,6 @@ class Codec {
     return true;
   }
 
- public:
-  // Whether a tensor is a lazily negated or conjugated view. Where its dispatch keys cannot be read, torch is asked, but only
-  // about tensors that can be lazy, because its `is_neg` releases the GIL: lazy tensors are views, or were made in inference
-  // mode (and have no version).
-  static bool lazy(PyObject* o) {
-    if (const DispatchKeys& keys = DispatchKeys::instance(); keys.known()) return keys.are_lazy(o);
-    static PyObject* base = PyUnicode_InternFromString("_base");
-    static PyObject* version = PyUnicode_InternFromString("_version");
-    const nb::object viewed = nb::steal(PyObject_GetAttr(o, base));
-    if (viewed.is_valid() && viewed.is_none()) {
-      if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
-    }
-    PyErr_Clear();
-    nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(torch_api().lazy_bits, o, nullptr));
-    if (!answer.is_valid()) return PyErr_Clear(), true;
-    return answer.ptr() != Py_False;
-  }
-
- private:
   // Whether a leaf fits, apart from gaps between the elements of one step.
   static bool inner_strided(const Leaf& leaf, const Strided& s, int batch_dims) {
     return s.dtype == leaf.dtype && s.ndim == batch_dims + static_cast<int>(leaf.shape.size());

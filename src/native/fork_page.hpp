@@ -86,10 +86,4 @@ inline bool joined_after_fork() {
   return true;
 }
 
-inline void bind_fork_page(nb::module_& m) {
-  m.def("is_new_process", [] { return ForkPage::instance().is_new_process(); });
-  m.def("notice_fork", [] { joined_after_fork(); });
-  m.def("acknowledge_fork", [] { ForkPage::instance().acknowledge(); });
-}
-
 }  // namespace engram

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "leaves.hpp"
 
 namespace engram {
 
@@ -27,7 +27,7 @@ inline bool frames_of(nb::handle from, TensorView& view) {
     is_contiguous &= !view.strides || view.shape[d] == 1 || view.strides[d] == step;
     step *= view.shape[d];
   }
-  return (is_contiguous || step == 0) && (is_real || !Codec::lazy(from.ptr()));
+  return (is_contiguous || step == 0) && (is_real || !is_lazy(from.ptr()));
 }
 
 inline size_t bytes_of_one(const TensorView& view) {
@@ -155,14 +155,6 @@ inline std::optional<nb::list> take_rows(nb::list tensors, nb::handle rows_in) {
   });
   for (size_t k = 0; k < views.size(); ++k) taken.append(block.make(k));
   return taken;
-}
-
-inline void bind_frames(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("stack_frames", &stack_frames, "frames"_a, "at"_a, "first"_a, "n"_a, "dim"_a, "newest"_a.none() = nb::none(),
-        "rows"_a.none() = nb::none(), "pad"_a.none() = nb::none());
-  m.def("slice_bounds", &slice_bounds, "ids"_a);
-  m.def("take_rows", &take_rows, "tensors"_a, "rows"_a);
 }
 
 }  // namespace engram

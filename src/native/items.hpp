@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "push.hpp"
+#include "bind_store.hpp"
 #include "reuse.hpp"
 
 namespace engram {
@@ -23,6 +23,7 @@ class ItemReader {
     if (!store_ || !codec_) throw nb::type_error("a store and its codec are needed, not None");
     check_codec(*store_, *codec_);
   }
+  ItemReader(const ItemReader&) = delete;
   // The list's items at these places, with rows built as new items. With `reuse` a small list of rows is read into the tensors
   // of an earlier list that have no other owner any more.
   nb::list pick(nb::list list, nb::list slots, bool reuse) {
@@ -104,13 +105,5 @@ class ItemReader {
   const Codec* codec_;
   KeptBatches lists_;  // of items that were returned
 };
-
-inline void bind_items(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<ItemReader>(m, "ItemReader")
-      .def(nb::init<nb::object, nb::object, nb::object>(), "store"_a, "codec"_a, "row"_a)
-      .def("pick", &ItemReader::pick, "list"_a, "slots"_a, "reuse"_a = false)
-      .def("item", &ItemReader::item, "slot"_a);
-}
 
 }  // namespace engram

@@ -58,7 +58,7 @@ class StepWalk {
     for (size_t count = 1;; ++count) {
       const uint8_t* const row = store_.row(first + time);
       if (is_float_) std::memcpy(rewards, row + reward_.offset, sizeof(float));
-      else if (!cast_numbers(reward_.dtype, row + reward_.offset, {kDLFloat, 32}, reinterpret_cast<uint8_t*>(rewards), 1)) return 0;
+      else if (!cast_reward(row, rewards)) return 0;
       ++rewards;
       const uint8_t* const flags = row + done_.offset;
       const bool done = std::any_of(flags, flags + done_.bytes, [](uint8_t flag) { return flag != 0; });
@@ -79,6 +79,11 @@ class StepWalk {
   }
 
  private:
+  // Apart from the loop, which is tight.
+  [[gnu::noinline]] bool cast_reward(const uint8_t* row, float* to) const {
+    return cast_numbers(reward_.dtype, row + reward_.offset, {kDLFloat, 32}, reinterpret_cast<uint8_t*>(to), 1);
+  }
+
   const Store& store_;
   const Leaf &reward_, &done_;
   bool is_float_;  // the reward
@@ -140,14 +145,6 @@ inline nb::object read_n_steps(Store& store, const Codec& codec, nb::handle slot
   nb::list made;
   for (size_t i = 0; i < 5; ++i) made.append(memory.make(i));
   return nb::tuple(made);
-}
-
-inline void bind_n_step(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("read_n_steps", &read_n_steps, "store"_a, "codec"_a, "slots"_a, "discounts"_a.noconvert(), "reward"_a, "done"_a,
-        "mapped"_a = false,
-        nb::sig("def read_n_steps(store: Store, codec: Codec, slots: object, discounts: numpy.typing.NDArray[numpy.float32], "
-                "reward: int, done: int, mapped: bool = False) -> tuple[torch.Tensor, ...] | None"));
 }
 
 }  // namespace engram

@@ -6,7 +6,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "bind_batches.hpp"
+#include "leaves.hpp"
+#include "row_draw.hpp"
 
 namespace engram {
 
@@ -49,12 +50,6 @@ inline Tensor draw_slots_by_numpy(nb::object generator, size_t n, uint64_t times
     for (size_t i = 0; i < n; ++i)
       out[i] = out[i] * static_cast<int64_t>(envs) + static_cast<int64_t>(draw_below(*bits, envs));
   });
-}
-
-inline void bind_numpy_random(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("draw_slots_by_numpy", &draw_slots_by_numpy, "generator"_a, "n"_a, "times"_a, "envs"_a,
-        nb::sig("def draw_slots_by_numpy(generator: object, n: int, times: int, envs: int) -> torch.Tensor"));
 }
 
 }  // namespace engram

@@ -2,8 +2,6 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
@@ -14,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "leaves.hpp"
 
 namespace engram {
 
@@ -287,30 +285,6 @@ inline std::pair<nb::list, std::vector<uint64_t>> chunk_sections(nb::handle self
     for (const std::vector<uint8_t>& frames : its.given) add(frames.data(), frames.size()), given.back() += frames.size() / frame_bytes;
   }
   return {blocks, given};
-}
-
-inline void bind_observation_chunk(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<ObservationEncoder>(m, "ObservationEncoder")
-      .def(nb::init<uint64_t, uint64_t, uint64_t, uint64_t, const ChunkKeys&>(), "envs"_a, "steps"_a, "row_bytes"_a, "ahead"_a, "keys"_a)
-      .def("append", [](ObservationEncoder& encoder, nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> rows) {
-        if (rows.shape(0) != encoder.envs() || rows.shape(2) != encoder.row_bytes()) throw nb::value_error("rows must be [envs, n, row bytes]");
-        const nb::gil_scoped_release unlocked;
-        encoder.append(rows.data(), rows.shape(1));
-      }, "rows"_a)
-      .def("sections", [](nb::handle_t<ObservationEncoder> self) { return chunk_sections(self); });
-  nb::class_<DecodedChunk>(m, "ObservationDecoder")
-      .def("__init__", [](DecodedChunk* self, ChunkBytes content, const std::vector<uint64_t>& given, uint64_t envs, uint64_t steps,
-                          uint64_t row_bytes, uint64_t ahead, const ChunkKeys& keys) {
-        new (self) DecodedChunk{content, ObservationDecoder(content.data(), content.size(), given, envs, steps, row_bytes, ahead, keys)};
-      }, "content"_a, "given"_a, "envs"_a, "steps"_a, "row_bytes"_a, "ahead"_a, "keys"_a)
-      .def("read", [](const DecodedChunk& self, uint64_t start, nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu> out) {
-        const ObservationDecoder& decoder = self.decoder;
-        if (out.shape(0) != decoder.envs() || out.shape(2) != decoder.row_bytes()) throw nb::value_error("out must be [envs, n, row bytes]");
-        if (start > decoder.steps() || out.shape(1) > decoder.steps() - start) throw nb::index_error("the chunk has no such rows");
-        const nb::gil_scoped_release unlocked;
-        decoder.read(start, start + out.shape(1), out.data());
-      }, "start"_a, "out"_a);
 }
 
 }  // namespace engram

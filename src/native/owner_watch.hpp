@@ -34,9 +34,4 @@ inline void exit_when_readable(int fd) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-inline void bind_owner_watch(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("exit_when_readable", &exit_when_readable, "fd"_a);
-}
-
 }  // namespace engram

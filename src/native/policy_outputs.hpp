@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "leaves.hpp"
 #include "step_columns.hpp"
 
 namespace engram {
@@ -19,7 +19,7 @@ class TensorBuffer {
   static constexpr int kMostDims = 8;
   // False: it is not one that can be read as bytes in the order of its strides.
   bool of(PyObject* tensor) {
-    if (!view_.of(tensor) || view_.ndim > kMostDims || view_.dtype.bits % 8 || Codec::lazy(tensor)) return false;
+    if (!view_.of(tensor) || view_.ndim > kMostDims || view_.dtype.bits % 8 || is_lazy(tensor)) return false;
     buffer_.itemsize = view_.dtype.bits / 8, buffer_.len = buffer_.itemsize, buffer_.ndim = view_.ndim;
     buffer_.buf = const_cast<uint8_t*>(view_.data);
     for (int d = view_.ndim - 1; d >= 0; --d) {
@@ -179,16 +179,5 @@ class RowCopies {
   std::vector<int64_t> inner_;
   size_t bytes_;
 };
-
-inline void bind_policy_outputs(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<OutputRecorder>(m, "OutputRecorder")
-      .def(nb::init<nb::list, nb::list>(), "keys"_a, "columns"_a)
-      .def("put", &OutputRecorder::put, "step"_a, "outputs"_a);
-  nb::class_<ActionReader>(m, "ActionReader")
-      .def(nb::init<nb::handle, uint64_t, int64_t>(), "example"_a, "choices"_a, "start"_a)
-      .def("read", &ActionReader::read, "action"_a.none());
-  nb::class_<RowCopies>(m, "RowCopies").def(nb::init<nb::handle>(), "array"_a).def("row", &RowCopies::row, "number"_a);
-}
 
 }  // namespace engram

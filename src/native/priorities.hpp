@@ -206,6 +206,7 @@ class Priorities {
   // With `starts` only rows that `open_starts` has opened are drawn.
   Priorities(double alpha, double eps, bool max_within_buffer, bool starts = false)
       : transform_{alpha, eps}, max_within_buffer_(max_within_buffer), starts_(starts) {}
+  Priorities(const Priorities&) = delete;
 
   // ---- following ----
   void poll(const Store& store) {

@@ -1,9 +1,6 @@
 // Priorities on their way to shards: copies of what a learner gives, and these divided by the shards of their rows.
 #pragma once
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -12,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bind_priorities.hpp"
+#include "leaves.hpp"
 
 namespace engram {
 
@@ -55,7 +52,7 @@ inline std::optional<RowUpdates> copy_updates(nb::handle index, nb::handle prior
   size_t n = 0, n_priorities = 0, n_generations = 0;
   const int64_t* const at = column_of<int64_t>(index, {kDLInt, 64}, n);
   const double* const p = column_of<double>(priority, {kDLFloat, 64}, n_priorities);
-  if (!at || !p || n != n_priorities || Codec::lazy(priority.ptr())) return std::nullopt;
+  if (!at || !p || n != n_priorities || is_lazy(priority.ptr())) return std::nullopt;
   const int64_t* g = nullptr;
   if (!generation.is_none()) {
     g = column_of<int64_t>(generation, {kDLInt, 64}, n_generations);
@@ -129,12 +126,6 @@ inline std::tuple<size_t, std::vector<std::tuple<size_t, RowUpdates>>> divide_up
   for (size_t k = 0; k < shards; ++k)
     if (outs[k]) divided.emplace_back(k, outs[k]->make());
   return {counts[shards], std::move(divided)};
-}
-
-inline void bind_priority_updates(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("copy_updates", &copy_updates, "index"_a, "priority"_a, "generation"_a.none(), "end"_a);
-  m.def("divide_updates", &divide_updates, "updates"_a, "capacity"_a, "shards"_a);
 }
 
 }  // namespace engram

@@ -8,7 +8,7 @@
 #include <optional>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "append.hpp"
 
 namespace engram {
 
@@ -253,30 +253,6 @@ inline std::optional<Plan> plan_items(Store& store, const Codec& codec, uint64_t
   for (size_t i = 0; i < slots.n; ++i) plan.own_index.insert(plan.own_index.end(), each, slots.data[i]);
   leaf.array = reinterpret_cast<const uint8_t*>(plan.own_index.data()), leaf.stride = static_cast<ptrdiff_t>(leaf.bytes);
   return plan;
-}
-
-inline void bind_push(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("push_items", &push_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "single"_a, "batch"_a,
-        "own"_a.none() = nb::none(),
-        nb::sig("def push_items(store: Store, codec: Codec, lane: int, items: object | None, single: bool, batch: bool, "
-                "own: int | None = None) -> torch.Tensor | int | None"));
-  m.def("plan_items", &plan_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "batch"_a,
-        "own"_a.none() = nb::none(), "index"_a.none() = nb::none());
-  m.def("push_columns", &push_columns, "store"_a, "codec"_a, "lane"_a, "columns"_a, "batch_dims"_a, "time_dim"_a,
-        "own"_a.none() = nb::none(),
-        nb::sig("def push_columns(store: Store, codec: Codec, lane: int, columns: list[object], batch_dims: int, "
-                "time_dim: int, own: int | None = None) -> bool"));
-  nb::class_<CheckedColumns>(m, "CheckedColumns");
-  m.def("checked_columns", &checked_columns, "codec"_a, "columns"_a, "batch_dims"_a, "time_dim"_a, "own"_a.none() = nb::none(),
-        nb::sig("def checked_columns(codec: Codec, columns: list[object], batch_dims: int, time_dim: int, "
-                "own: int | None = None) -> CheckedColumns | None"));
-  m.def("push_part", &push_part, "store"_a, "lane"_a, "columns"_a, "first"_a, "steps"_a);
-  m.def("push_step", &push_step, "store"_a, "codec"_a, "lane"_a, "step"_a.none());
-  m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
-        "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),
-        nb::sig("def push(store: Store, codec: Codec, lane: int, batch: object | None, batch_dims: int, time_dim: int, "
-                "own: int | None = None, float_bits: int | None = None) -> torch.Tensor | int | None"));
 }
 
 }  // namespace engram

@@ -73,6 +73,7 @@ class RankHeap {
     bytes_ = total * sizeof(uint64_t);
     clear();
   }
+  RankHeap(const RankHeap&) = delete;
 
   uint64_t capacity() const { return capacity_; }
   Follower& follower() { return follower_; }

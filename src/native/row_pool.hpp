@@ -2,9 +2,6 @@
 // are as likely as they should be.
 #pragma once
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/tuple.h>
-#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cmath>
@@ -17,10 +14,9 @@
 #include <utility>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "codec.hpp"
 #include "draw.hpp"
 #include "power.hpp"
-#include "tensors.hpp"
 
 namespace engram {
 
@@ -32,6 +28,7 @@ class RowPool {
     if (shards == 0 || unit == 0 || widths_.empty()) throw nb::value_error("a pool needs shards, rows of a unit, and parts");
     for (const size_t width : widths_) inner_.push_back({static_cast<int64_t>(width)}), width_ += width;
   }
+  RowPool(const RowPool&) = delete;
 
   // Takes a shard's answer in, in place of the one before it.
   //   share: what the shard drew from, in proportion to the others; lowest: the least leaf of its rows, for weights.
@@ -357,21 +354,5 @@ class RowPool {
   size_t sharers_ = 0, only_ = 0, last_ = 0;  // how many shards have a share, and the last of them
   Batch batch_;
 };
-
-inline void bind_row_pool(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<RowPool>(m, "RowPool")
-      .def(nb::init<size_t, size_t, std::vector<size_t>, uint64_t>(), "shards"_a, "unit"_a, "widths"_a, "seed"_a)
-      .def("put", &RowPool::put, "shard"_a, "share"_a, "lowest"_a.none(), "parts"_a, "slots"_a, "generation"_a,
-           "ratio"_a.none(), "last"_a.none(), "mask"_a.none(), "first_index"_a, "low"_a)
-      .def("drop", &RowPool::drop, "shard"_a)
-      .def_prop_ro("total", &RowPool::total)
-      .def("left", &RowPool::left, "shard"_a)
-      .def("low", &RowPool::low)
-      .def("take_run", &RowPool::take_run, "n"_a)
-      .def("begin", &RowPool::begin, "n"_a)
-      .def("fill", &RowPool::fill)
-      .def("take", &RowPool::take, "codec"_a.none(), "attaches"_a, "beta"_a.none(), "wide"_a);
-}
 
 }  // namespace engram

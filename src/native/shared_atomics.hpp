@@ -75,16 +75,4 @@ class AtomicInts {
   Array array_;
 };
 
-inline void bind_atomics(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<AtomicInts>(m, "AtomicInts")
-      .def(nb::init<AtomicInts::Array>(), "array"_a.noconvert())
-      .def("__len__", &AtomicInts::size)
-      .def("__getitem__", &AtomicInts::get, "index"_a)
-      .def("__setitem__", &AtomicInts::set, "index"_a, "value"_a)
-      .def("exchange", &AtomicInts::exchange, "index"_a, "value"_a, "other"_a)
-      .def("shares_core", &AtomicInts::shares_core, "mine"_a, "first"_a, "stride"_a, "count"_a)
-      .def("reaches", &AtomicInts::reaches, "index"_a, "value"_a, "seconds"_a);
-}
-
 }  // namespace engram

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_store.hpp"
+#include "leaves.hpp"
 #include "trajectories.hpp"
 
 namespace engram {
@@ -511,27 +511,6 @@ inline Tensor one_hot(nb::handle choices, int64_t start, size_t n) {
     to[choice] = 1;
   }
   return block.make(0);
-}
-
-inline void bind_step_columns(nb::module_& m) {
-  using namespace nb::literals;
-  nb::class_<StepRecorder>(m, "StepRecorder")
-      .def(nb::init<CpuArray<int64_t, 1>, CpuArray<int64_t, 1>, CpuArray<bool, 1>>(), "waiting"_a.noconvert(),
-           "taken"_a.noconvert(), "over"_a.noconvert())
-      .def("use", &StepRecorder::use, "observations"_a, "actions"_a, "reward"_a, "terminated"_a, "truncated"_a, "done"_a,
-           "idle"_a, "kept"_a.none())
-      .def("keep", &StepRecorder::keep, "first"_a, "calls"_a)
-      .def("add", &StepRecorder::add, "call"_a, "observations"_a, "reward"_a.none(), "terminated"_a.none(),
-           "truncated"_a.none(), "idle"_a.none())
-      .def("add_result", &StepRecorder::add_result, "call"_a, "result"_a.none())
-      .def("waiting", &StepRecorder::waiting)
-      .def("take", &StepRecorder::take, "calls"_a, "steps"_a, "asks_calls"_a, "last_calls"_a, "last_envs"_a, "last_rows"_a,
-           nb::sig("def take(self, calls: int, steps: int, asks_calls: bool, last_calls: object, last_envs: object, "
-                   "last_rows: list) -> tuple[list[torch.Tensor], numpy.typing.NDArray[numpy.int64] | None, int]"));
-  m.def("ended_envs", &ended_envs, "n"_a, "terminated"_a.none(), "truncated"_a.none(), "idle"_a.none() = nb::none(),
-        nb::sig("def ended_envs(n: int, terminated: object | None, truncated: object | None, idle: object | None = None) -> "
-                "numpy.typing.NDArray[numpy.bool_] | None"));
-  m.def("one_hot", &one_hot, "choices"_a, "start"_a, "n"_a);
 }
 
 }  // namespace engram

@@ -2,10 +2,10 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/tuple.h>
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <cstddef>
@@ -18,7 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "third_party/dlpack.h"
+#include "casters.hpp"
+#include "dtypes.hpp"
 
 namespace nb = nanobind;
 
@@ -137,11 +138,6 @@ class BlockPool {
 
 inline uint8_t* block_data(Block* b) { return reinterpret_cast<uint8_t*>(b) + kBlockAlign; }
 
-struct DType {
-  uint8_t code, bits;
-  bool operator==(const DType& o) const { return code == o.code && bits == o.bits; }
-};
-
 // Strided memory that another object keeps alive.
 struct Strided {
   const uint8_t* data = nullptr;
@@ -178,22 +174,7 @@ class DispatchKeys {
   void forget() { known_ = false; }
   // `tensors`: (tensor, address of torch's part of it, its keys). False: the keys do not all lie at one position, or a second
   // position fits as well.
-  bool learn(nb::list tensors, uint64_t lazy) {
-    known_ = false;
-    const auto bytes = nb::cast<size_t>(nb::handle(reinterpret_cast<PyObject*>(torch_api().tensor)).attr("__basicsize__"));
-    std::vector<size_t> objects = multiples_of_8(sizeof(PyObject), bytes), parts = multiples_of_8(0, kPartBytes);
-    bool some_lazy = false, some_usual = false;
-    for (nb::handle entry : tensors) {
-      const auto [tensor, part, keys] = nb::cast<std::tuple<nb::object, uintptr_t, uint64_t>>(entry);
-      if (!is_plain(tensor.ptr())) return false;
-      (keys & lazy ? some_lazy : some_usual) = true;
-      std::erase_if(objects, [&](size_t at) { return word(tensor.ptr(), at) != part; });
-      std::erase_if(parts, [&](size_t at) { return word(reinterpret_cast<const void*>(part), at) != keys; });
-    }
-    if (objects.size() != 1 || parts.size() != 1 || !some_lazy || !some_usual) return false;
-    object_ = objects[0], part_ = parts[0], lazy_ = lazy;
-    return known_ = true;
-  }
+  bool learn(nb::list tensors, uint64_t lazy);
   bool known() const { return known_; }
   // Whether the keys of a tensor mark a lazy view.
   bool are_lazy(PyObject* tensor) const {
@@ -221,24 +202,27 @@ class DispatchKeys {
 };
 
 // If it raises, nothing has changed.
-inline void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::callable lazy_bits, nb::callable describe,
-                      nb::callable make) {
-  const DLPackExchangeAPI* api = nullptr;
-  if (!exchange_api.is_none()) {
-    api = static_cast<const DLPackExchangeAPI*>(PyCapsule_GetPointer(exchange_api.ptr(), "dlpack_exchange_api"));
-    if (!api) throw nb::python_error();
-    if (api->header.version.major != DLPACK_MAJOR_VERSION) api = nullptr;
-  }
-  Torch& torch = torch_api();
-  torch.tensor = reinterpret_cast<PyTypeObject*>(tensor_type.ptr());
-  torch.api = api;
-  DispatchKeys::instance().forget();
-  Py_XDECREF(std::exchange(torch.lazy_bits, lazy_bits.release().ptr()));
-  Py_XDECREF(std::exchange(torch.describe, describe.release().ptr()));
-  Py_XDECREF(std::exchange(torch.make, make.release().ptr()));
-}
+void use_torch(nb::handle tensor_type, nb::handle exchange_api, nb::callable lazy_bits, nb::callable describe,
+               nb::callable make);
 
 inline bool is_tensor(PyObject* o) { return Py_TYPE(o) == torch_api().tensor; }
+
+// Whether a tensor is a lazily negated or conjugated view. Where its dispatch keys cannot be read, torch is asked, but only
+// about tensors that can be lazy, because its `is_neg` releases the GIL: lazy tensors are views, or were made in inference
+// mode (and have no version).
+inline bool is_lazy(PyObject* o) {
+  if (const DispatchKeys& keys = DispatchKeys::instance(); keys.known()) return keys.are_lazy(o);
+  static PyObject* base = PyUnicode_InternFromString("_base");
+  static PyObject* version = PyUnicode_InternFromString("_version");
+  const nb::object viewed = nb::steal(PyObject_GetAttr(o, base));
+  if (viewed.is_valid() && viewed.is_none()) {
+    if (nb::steal(PyObject_GetAttr(o, version)).is_valid()) return false;
+  }
+  PyErr_Clear();
+  nb::object answer = nb::steal(PyObject_CallFunctionObjArgs(torch_api().lazy_bits, o, nullptr));
+  if (!answer.is_valid()) return PyErr_Clear(), true;
+  return answer.ptr() != Py_False;
+}
 
 // A tensor as the result of a function.
 class Tensor : public nb::object {
@@ -268,16 +252,7 @@ class TensorView : public Strided {
     dtype = {t.dtype.code, t.dtype.bits}, ndim = t.ndim, shape = t.shape, strides = t.strides;
     return t.data != nullptr || is_empty();  // an all-zero tensor may have no memory behind it
   }
-  bool described(PyObject* o) {
-    const nb::object answer = nb::handle(torch_api().describe)(nb::handle(o));
-    if (answer.is_none()) return false;
-    const auto fields = nb::cast<nb::tuple>(answer);
-    data = reinterpret_cast<const uint8_t*>(nb::cast<uintptr_t>(fields[0]));
-    dtype = {nb::cast<uint8_t>(fields[1]), nb::cast<uint8_t>(fields[2])};
-    for (nb::handle d : nb::cast<nb::tuple>(fields[3])) dims_.push_back(nb::cast<int64_t>(d));
-    ndim = static_cast<int>(dims_.size() / 2), shape = dims_.data(), strides = shape + ndim;
-    return data != nullptr || is_empty();
-  }
+  bool described(PyObject* o);
   bool is_empty() const {
     for (int i = 0; i < ndim; ++i)
       if (shape[i] == 0) return true;
@@ -292,9 +267,6 @@ struct OutTensor {
   DLManagedTensorVersioned managed;
   Block* block;
 };
-inline void out_tensor_deleter(DLManagedTensorVersioned* self) {
-  BlockPool::instance().give(static_cast<OutTensor*>(self->manager_ctx)->block);
-}
 
 // Several tensors in one block of memory: first plans their places, then takes the block, then makes them.
 class OutBlock {
@@ -320,17 +292,11 @@ class OutBlock {
     data_ = data, entries_[at].data = entries_[i].data + offset;
     return at;
   }
-  void take() {
-    records_ = (records_ + kBlockAlign - 1) / kBlockAlign * kBlockAlign;
-    block_ = BlockPool::instance().take(records_ + data_, static_cast<uint32_t>(entries_.size()));
-    left_ = static_cast<uint32_t>(entries_.size());
-  }
-  ~OutBlock() {
-    for (; left_ > 0; --left_) BlockPool::instance().give(block_);  // tensors that were never made
-  }
+  void take();
+  ~OutBlock();
   uint8_t* data(size_t i) const { return data(entries_[i]); }
 
-  Tensor make(size_t i) { return nb::steal<Tensor>(torch_api().api ? lend(entries_[i]) : wrap(entries_[i])); }
+  Tensor make(size_t i);
 
  private:
   struct Entry {
@@ -342,42 +308,9 @@ class OutBlock {
   };
   uint8_t* data(const Entry& e) const { return block_data(block_) + records_ + e.data; }
 
-  PyObject* lend(const Entry& e) {
-    auto* out = reinterpret_cast<OutTensor*>(block_data(block_) + e.record);
-    auto* shape = reinterpret_cast<int64_t*>(out + 1);
-    int64_t* strides = shape + e.ndim;
-    for (size_t d = 0; d < e.n_lead; ++d) shape[d] = e.lead[d];
-    for (size_t d = e.n_lead; d < e.ndim; ++d) shape[d] = (*e.inner)[d - e.n_lead];
-    int64_t step = 1;
-    for (size_t d = e.ndim; d-- > 0;) strides[d] = step, step *= std::max<int64_t>(shape[d], 1);
-    DLManagedTensorVersioned& m = out->managed;
-    m = {};
-    m.version = {DLPACK_MAJOR_VERSION, DLPACK_MINOR_VERSION};
-    m.manager_ctx = out;
-    m.deleter = out_tensor_deleter;
-    m.dl_tensor.data = data(e);
-    m.dl_tensor.device = {kDLCPU, 0};
-    m.dl_tensor.ndim = static_cast<int32_t>(e.ndim);
-    m.dl_tensor.dtype = {e.dtype.code, e.dtype.bits, 1};
-    m.dl_tensor.shape = shape, m.dl_tensor.strides = strides;
-    out->block = block_;
-    void* tensor = nullptr;
-    // If torch refuses (out of memory; unknown dtypes do not get here) it may or may not have taken the record: leaking the
-    // block is harmless.
-    --left_;
-    if (torch_api().api->managed_tensor_to_py_object_no_sync(&m, &tensor) != 0) throw nb::python_error();
-    return static_cast<PyObject*>(tensor);
-  }
+  PyObject* lend(const Entry& e);
   // Without the exchange API: a tensor over an array that owns this tensor's share of the block.
-  PyObject* wrap(const Entry& e) {
-    size_t bytes = e.dtype.bits / 8;
-    nb::list shape;
-    for (size_t d = 0; d < e.ndim; ++d) shape.append(e.size(d)), bytes *= static_cast<size_t>(e.size(d));
-    const nb::capsule share(block_, [](void* block) noexcept { BlockPool::instance().give(static_cast<Block*>(block)); });
-    --left_;
-    const nb::object array = nb::cast(nb::ndarray<nb::numpy, uint8_t>(data(e), 1, &bytes, share));
-    return nb::handle(torch_api().make)(array, e.dtype.code, e.dtype.bits, shape).release().ptr();
-  }
+  PyObject* wrap(const Entry& e);
 
   std::vector<Entry> entries_;
   size_t records_ = 0, data_ = 0;
@@ -431,66 +364,20 @@ class ArrayMaker {
  public:
   static constexpr size_t kPooled = 256 << 10;  // bytes
   // numpy's dtype; an invalid object: numpy has none.
-  static nb::handle dtype(DType d) {
-    static PyObject* dtypes[256][256] = {};  // never destroyed
-    PyObject*& known = dtypes[d.code][d.bits];
-    if (known) return known;
-    const char kind = d.code == kDLInt ? 'i' : d.code == kDLUInt ? 'u' : d.code == kDLFloat ? 'f'
-                      : d.code == kDLComplex ? 'c' : d.code == kDLBool ? 'b' : 0;
-    if (!kind) return {};
-    const std::string name = kind + std::to_string(d.bits / 8);
-    known = nb::module_::import_("numpy").attr("dtype")(name.c_str()).release().ptr();
-    return known;
-  }
+  static nb::handle dtype(DType d);
   // Returns an array [n, inner...] and the address of its memory.
-  static std::pair<nb::object, uint8_t*> make(DType d, size_t n, const std::vector<int64_t>& inner, size_t bytes) {
-    const nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(1 + inner.size())));
-    if (!shape.is_valid()) throw nb::python_error();
-    for (size_t i = 0; i <= inner.size(); ++i) {
-      PyObject* size = PyLong_FromLongLong(i ? inner[i - 1] : static_cast<int64_t>(n));
-      if (!size || PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(i), size) != 0) throw nb::python_error();
-    }
-    return bytes >= kPooled ? pooled(dtype(d), shape, bytes) : fresh(dtype(d), shape);
-  }
+  static std::pair<nb::object, uint8_t*> make(DType d, size_t n, const std::vector<int64_t>& inner, size_t bytes);
 
  private:
-  static std::pair<nb::object, uint8_t*> fresh(nb::handle dtype, const nb::object& shape) {
-    static PyObject* empty = nullptr;
-    PyObject* const args[] = {shape.ptr(), dtype.ptr()};
-    nb::object array = nb::steal(PyObject_Vectorcall(imported_once(empty, "numpy", "empty"), args, 2, nullptr));
-    if (!array.is_valid()) throw nb::python_error();
-    Buffer buffer;
-    if (!buffer.get(array.ptr(), true)) throw nb::type_error("numpy gave no memory that can be written");
-    auto* const data = static_cast<uint8_t*>(buffer.view().buf);
-    return {std::move(array), data};
-  }
-  static std::pair<nb::object, uint8_t*> pooled(nb::handle dtype, const nb::object& shape, size_t bytes) {
-    Block* const block = BlockPool::instance().take(bytes, 1);
-    const nb::capsule share(block, [](void* b) noexcept { BlockPool::instance().give(static_cast<Block*>(b)); });
-    const nb::object array = nb::cast(nb::ndarray<nb::numpy, uint8_t>(block_data(block), 1, &bytes, share));
-    return {array.attr("view")(dtype).attr("reshape")(shape), block_data(block)};
-  }
+  static std::pair<nb::object, uint8_t*> fresh(nb::handle dtype, const nb::object& shape);
+  static std::pair<nb::object, uint8_t*> pooled(nb::handle dtype, const nb::object& shape, size_t bytes);
 };
 
 // Slots as an argument: a contiguous 1-D int64 tensor or array.
 class SlotsArg {
  public:
   // `any_shape`: of any number of dimensions, flattened.
-  explicit SlotsArg(nb::handle o, bool any_shape = false) {
-    TensorView t;
-    if (t.of(o.ptr())) {
-      if (t.dtype == DType{kDLInt, 64} && aligned(t.data) && (any_shape ? take_all(t) : take(t))) return;
-    } else if (buffer_.get(o.ptr())) {
-      const Py_buffer& v = buffer_.view();
-      DType d{};
-      if (v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && d == DType{kDLInt, 64} &&
-          (v.strides[0] == 8 || v.shape[0] <= 1) && aligned(v.buf)) {
-        data = static_cast<const int64_t*>(v.buf), n = static_cast<size_t>(v.shape[0]);
-        return;
-      }
-    }
-    throw nb::type_error("slots must be a contiguous 1-D int64 tensor on the CPU");
-  }
+  explicit SlotsArg(nb::handle o, bool any_shape = false);
   const int64_t* data = nullptr;
   size_t n = 0;
 
@@ -510,6 +397,28 @@ class SlotsArg {
     data = reinterpret_cast<const int64_t*>(t.data), n = static_cast<size_t>(step);
     return true;
   }
+  Buffer buffer_;
+};
+
+// Numbers as an argument: a contiguous 1-D float32 or float64 tensor or array.
+class NumbersArg {
+ public:
+  explicit NumbersArg(nb::handle o);
+  bool fits() const { return fits_; }
+  double operator[](size_t i) const { return wide_ ? wide_[i] : static_cast<double>(narrow_[i]); }
+  void copy_to(double* out) const { wide_ ? std::copy_n(wide_, n, out) : std::copy_n(narrow_, n, out); }
+  size_t n = 0;
+
+ private:
+  bool take(DType d, const void* p) {
+    const bool wide = d == DType{kDLFloat, 64};
+    if (!(wide || d == DType{kDLFloat, 32}) || reinterpret_cast<uintptr_t>(p) % (d.bits / 8) != 0) return false;
+    wide ? void(wide_ = static_cast<const double*>(p)) : void(narrow_ = static_cast<const float*>(p));
+    return true;
+  }
+  bool fits_ = false;
+  const double* wide_ = nullptr;
+  const float* narrow_ = nullptr;
   Buffer buffer_;
 };
 

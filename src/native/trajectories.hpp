@@ -2,13 +2,14 @@
 #pragma once
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <cstring>
 #include <optional>
 #include <utility>
 #include <vector>
+
+#include "casters.hpp"
 
 namespace engram {
 
@@ -144,19 +145,6 @@ inline size_t take_frames_of_rows(CpuArray<const bool, 2> idle, CpuArray<int64_t
                                   CpuArray<int64_t, 2> calls) {
   if (idle.shape(1) != taken.shape(0)) throw nb::value_error("the arrays are not of the same environments");
   return take_frames_of(idle.data(), idle.size(), taken, waiting, calls);
-}
-
-inline void bind_trajectories(nb::module_& m) {
-  using namespace nb::literals;
-  m.def("number_trajectories", &number_trajectories, "done"_a, "current"_a.noconvert(), "starts"_a.noconvert(), "count"_a,
-        "ids"_a.noconvert(), "first"_a = 0, "stop"_a.none() = nb::none());
-  m.def("take_frames", &take_frames, "idle"_a, "taken"_a.noconvert(), "waiting"_a.noconvert(), "calls"_a.noconvert());
-  m.def("take_frames", &take_frames_of_rows, "idle"_a.noconvert(), "taken"_a.noconvert(), "waiting"_a.noconvert(),
-        "calls"_a.noconvert());
-  m.def("add_episodes", &add_episodes<float>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
-  m.def("add_episodes", &add_episodes<double>, "reward"_a.noconvert(), "done"_a, "totals"_a.noconvert(),
-        "lengths"_a.noconvert(), "most"_a, "first"_a = 0, "stop"_a.none() = nb::none());
 }
 
 }  // namespace engram

@@ -215,7 +215,7 @@ _NOT_CODE = re.compile(
     r"^\s*(#|//|template|using |enum |namespace|case )|static_assert|constexpr|\boperator\b|= default|asm|__builtin"
 )
 _FUNCTION = re.compile(
-    r"^(?: {0,4})(?!else|if|for|while|switch|return|do\b|throw)[\w:<>,&*~\s\[\]]*?\b([\w~]+)\([^;]*$"
+    r"^(?: {0,4})(?!else|if|for|while|switch|return|do\b|throw)[\w:<>,&*~\s\[\]]*?\b((?:[A-Z]\w*::)?[\w~]+)\([^;]*$"
 )
 _BOUND = re.compile(r"\.def(?:_\w+)?\(\"(\w+)\"")
 _CLASS = re.compile(r"^(?:template.*> )?(?:class|struct) (\w+)")
@@ -233,7 +233,7 @@ def _native(source: _Source) -> Iterator[Mutant]:
         if line.startswith(("}", "inline", "template")):
             inside = ""
         if (found := _FUNCTION.match(line)) and not found[1].endswith(("sig", "arg", "_error", "_gil")):
-            function = inside + found[1]
+            function = inside + found[1].replace("::", ".")  # of a member that is defined outside its class, too
         elif found := _BOUND.search(line):
             function = found[1]
         code = re.sub(r"\"(\\.|[^\"\\])*\"|'(\\.|[^'\\])'", lambda m: "_" * len(m[0]), line)

@@ -94,6 +94,13 @@ def test_native_mutants_are_those_of_expressions(sources):
     }  # fmt: skip
 
 
+def test_native_mutants_have_the_name_of_their_function_and_its_class(sources):
+    inside = "class Ring {\n  bool is_full(int n) {\n    return n == 8;\n  }\n};\n"
+    outside = "bool Ring::is_full(int n) {\n  return n == 8;\n}\n"
+    for text in (inside, outside):
+        assert {m.function for m in candidates(sources(native=text)) if m.package == "native"} == {"ring: Ring.is_full"}
+
+
 def test_native_mutants_stand_in_one_text_one_within_the_other(sources):
     folder = sources()
     data = (folder / "native/ring.hpp").read_bytes()

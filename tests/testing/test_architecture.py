@@ -64,12 +64,12 @@ def test_the_examples_pass_their_contracts(tmp_path: Path) -> None:
 
 def test_the_files_and_classes_that_the_page_names_exist() -> None:
     root, repository = Path(engram.testing.__file__).parents[1], Path(__file__).parents[2]
-    files = set(re.findall(r"`([\w/]+\.(?:py|hpp))`", PAGE))
+    files = set(re.findall(r"`([\w/]+\.(?:py|[hc]pp))`", PAGE))
     places = (root, repository / "src" / "native", repository)
     missing = {name for name in files if not any((place / name).exists() for place in places)}
     folders = (root, repository / "src" / "native", repository / "tests")
     code = "\n".join(
-        file.read_text() for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".hpp")
+        file.read_text() for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".hpp", ".cpp")
     )
     names = set(re.findall(r"`([A-Z][a-z]\w+)`", PAGE))
     known = set(re.findall(r"\bclass (\w+)", code))

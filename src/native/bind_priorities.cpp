@@ -1,5 +1,4 @@
 // Python bindings of priorities: arguments are checked here, before anything changes.
-#pragma once
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -8,102 +7,39 @@
 #include <utility>
 #include <vector>
 
-#include <nanobind/stl/shared_ptr.h>
-
-#include "bind_batches.hpp"
-#include "bind_store.hpp"
+#include "bare_tree.hpp"
 #include "bind_episodes.hpp"
+#include "bind_ranks.hpp"
+#include "bind_store.hpp"
+#include "bindings.hpp"
 #include "priorities.hpp"
+#include "priority_updates.hpp"
+#include "row_draw.hpp"
 
 namespace engram {
 
-// Numbers as an argument: a contiguous 1-D float32 or float64 tensor or array.
-class NumbersArg {
- public:
-  explicit NumbersArg(nb::handle o) {
-    TensorView t;
-    DType d{};
-    if (t.of(o.ptr())) {
-      if (Codec::lazy(o.ptr())) return;
-      fits_ = t.ndim == 1 && (!t.strides || t.strides[0] == 1 || t.shape[0] <= 1) && take(t.dtype, t.data);
-      n = t.ndim == 1 ? static_cast<size_t>(t.shape[0]) : 0;
-    } else if (!is_tensor(o.ptr()) && buffer_.get(o.ptr())) {
-      const Py_buffer& v = buffer_.view();
-      fits_ = v.ndim == 1 && dtype_of_format(v.format, v.itemsize, d) && (v.strides[0] == v.itemsize || v.shape[0] <= 1) &&
-              take(d, v.buf);
-      n = v.ndim == 1 ? static_cast<size_t>(v.shape[0]) : 0;
-    }
-  }
-  bool fits() const { return fits_; }
-  double operator[](size_t i) const { return wide_ ? wide_[i] : static_cast<double>(narrow_[i]); }
-  void copy_to(double* out) const { wide_ ? std::copy_n(wide_, n, out) : std::copy_n(narrow_, n, out); }
-  size_t n = 0;
-
- private:
-  bool take(DType d, const void* p) {
-    const bool wide = d == DType{kDLFloat, 64};
-    if (!(wide || d == DType{kDLFloat, 32}) || reinterpret_cast<uintptr_t>(p) % (d.bits / 8) != 0) return false;
-    wide ? void(wide_ = static_cast<const double*>(p)) : void(narrow_ = static_cast<const float*>(p));
-    return true;
-  }
-  bool fits_ = false;
-  const double* wide_ = nullptr;
-  const float* narrow_ = nullptr;
-  Buffer buffer_;
-};
-
-// Several 1-D results: planned, filled, then made into tensors, so that no Python code runs while shared state is read.
-class Results {
- public:
-  void add(DType dtype, size_t n) {
-    const size_t bytes = dtype.bits / 8;
-    if (n > kMostBytes / bytes) throw std::bad_alloc();
-    lead_.push_back(static_cast<int64_t>(n));
-    parts_.push_back({dtype, n * bytes});
-  }
-  void take() {
-    static const std::vector<int64_t> scalar;
-    for (size_t i = 0; i < parts_.size(); ++i) block_.plan(parts_[i].dtype, &lead_[i], 1, scalar, parts_[i].bytes);
-    block_.take();
-  }
-  template <typename T>
-  T* data(size_t i) {
-    return reinterpret_cast<T*>(block_.data(i));
-  }
-  Tensor make(size_t i) { return block_.make(i); }
-
- private:
-  struct Part {
-    DType dtype;
-    size_t bytes;
-  };
-  std::vector<int64_t> lead_;
-  std::vector<Part> parts_;
-  OutBlock block_;
-};
-
 constexpr uint32_t kMostPlaces = uint32_t{1} << 30;
 
-inline std::string text_of(double x) {
+static std::string text_of(double x) {
   char text[32];
   std::snprintf(text, sizeof text, "%.6g", x);
   return text;
 }
 
-inline void refuse_priority(double p, size_t at) {
+static void refuse_priority(double p, size_t at) {
   const bool large = p > 0 && std::isfinite(p);
   throw nb::value_error(("priority " + text_of(p) + " at position " + std::to_string(at) +
                          (large ? " is too large for this alpha" : ": priorities are finite and 0 or more") +
                          "; nothing was changed").c_str());
 }
 
-inline void check_priorities(const Priorities& self, const NumbersArg& p) {
+static void check_priorities(const Priorities& self, const NumbersArg& p) {
   for (size_t i = 0; i < p.n; ++i)
     if (!self.transform().takes(p[i])) refuse_priority(p[i], i);
 }
 
 // n priorities as float64 [n], in memory of their own. None: the argument has another form.
-inline std::optional<Tensor> checked_priorities(const Priorities& self, nb::handle priorities, size_t n) {
+static std::optional<Tensor> checked_priorities(const Priorities& self, nb::handle priorities, size_t n) {
   if (!is_tensor(priorities.ptr())) return std::nullopt;
   const NumbersArg given(priorities);
   if (!given.fits() || given.n != n) return std::nullopt;
@@ -170,14 +106,14 @@ constexpr const char* kAllZero =
     "the sampler an eps above 0";
 
 // There are rows, and none can be drawn.
-[[noreturn, gnu::noinline]] inline void refuse_to_draw(const Store& store) {
+[[noreturn, gnu::noinline]] static void refuse_to_draw(const Store& store) {
   const uint64_t rows = store.lanes.rows() * store.geometry().envs;
   if (store.lanes.removed_rows() < rows) throw std::runtime_error(kAllZero);
   throw std::runtime_error("all " + std::to_string(rows) + " stored rows were removed; add or extend it first");
 }
 
 // Draws n rows: (slots, weights, drawn rows); None: no row is stored.
-inline std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
+static std::optional<std::tuple<Tensor, Tensor, DrawnRows>> draw_by_priority(Priorities& self, const Store& store,
                                                                               nb::handle seed_in, size_t n, double beta,
                                                                               bool wide) {
   const SlotsArg seed(nb::borrow(seed_in));
@@ -245,20 +181,20 @@ class PriorityDraw final : public RowDraw {
 };
 
 // Positions in the batch whose rows differ from the drawn ones by now; None: there are none.
-inline nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
+static nb::object stale_places(const DrawnRows& drawn, const Store& store, nb::handle slots_in) {
   if (drawn.lasts(store)) return nb::none();
   const SlotsArg slots(nb::borrow(slots_in));
   return positions(drawn.stale(store, slots.data, slots.n));
 }
 
 // Opens the starts of slices that a rule allows, up to the newest row and trajectory that were polled.
-inline void open_starts(Priorities& self, const Store& store, const EpisodeIndex& index, const SliceRule& rule) {
+static void open_starts(Priorities& self, const Store& store, const EpisodeIndex& index, const SliceRule& rule) {
   if (!self.draws_starts()) throw nb::value_error("these are priorities of steps, not of starts of slices");
   self.open_starts(store, index, rule.length - rule.after, rule.min_length);
 }
 
 // Polls the new rows, and opens the starts of slices that a rule allows.
-inline void poll_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule, nb::handle fetch) {
+static void poll_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule, nb::handle fetch) {
   episodes.with_index(store, rule, fetch, [&](const EpisodeIndex& index, const SliceBatch&) {
     self.poll(store);
     open_starts(self, store, index, rule);
@@ -266,7 +202,7 @@ inline void poll_starts(Priorities& self, Store& store, Episodes& episodes, cons
 }
 
 // Draws slices whose starts are drawn by priority; None: no row can be a start.
-inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule,
+static std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Episodes& episodes, const SliceRule& rule,
                                              nb::handle seed_in, size_t n, nb::handle fetch) {
   const SlotsArg seed(nb::borrow(seed_in));
   if (seed.n < 1) throw nb::value_error("no seed");
@@ -315,7 +251,7 @@ inline std::optional<SliceBatch> draw_starts(Priorities& self, Store& store, Epi
   });
 }
 // The weight of each row of a batch, which is that of its slice's start.
-inline Tensor start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
+static Tensor start_weights(const Priorities& self, const SliceBatch& batch, double beta, bool wide) {
   Results out;
   out.add({kDLFloat, static_cast<uint8_t>(wide ? 64 : 32)}, batch.rows());
   out.take();
@@ -369,7 +305,7 @@ struct PriorityChanges {
 };
 
 // Sets priorities. False: the arguments are not plain 1-D tensors or arrays of one length.
-inline bool set_priorities(Priorities& self, const Store& store, nb::handle slots_in, nb::handle priorities_in,
+static bool set_priorities(Priorities& self, const Store& store, nb::handle slots_in, nb::handle priorities_in,
                            nb::handle generations_in) {
   const NumbersArg priorities(priorities_in);
   if (!priorities.fits()) return false;
@@ -396,7 +332,7 @@ inline bool set_priorities(Priorities& self, const Store& store, nb::handle slot
 }
 
 // Gives rows the priority of new ones.
-inline void mark_priorities(Priorities& self, const Store& store, nb::handle slots_in) {
+static void mark_priorities(Priorities& self, const Store& store, nb::handle slots_in) {
   const SlotsArg slots{nb::borrow(slots_in)};
   self.poll(store);
   const StoredRows stored(store, self);
@@ -409,7 +345,7 @@ inline void mark_priorities(Priorities& self, const Store& store, nb::handle slo
 }
 
 // Priorities of slots; -1 where a slot holds no row.
-inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slots_in) {
+static Tensor priorities_of(Priorities& self, const Store& store, nb::handle slots_in) {
   const SlotsArg slots{nb::borrow(slots_in)};
   Results out;
   out.add({kDLFloat, 64}, slots.n);
@@ -424,7 +360,7 @@ inline Tensor priorities_of(Priorities& self, const Store& store, nb::handle slo
 }
 
 // The leaves of slots in the sum tree, which are the weights of the draws; 0 where a slot cannot be drawn.
-inline Tensor leaves_of(Priorities& self, const Store& store, nb::handle slots_in) {
+static Tensor leaves_of(Priorities& self, const Store& store, nb::handle slots_in) {
   const SlotsArg slots{nb::borrow(slots_in)};
   Results out;
   out.add({kDLFloat, 64}, slots.n);
@@ -441,7 +377,7 @@ inline Tensor leaves_of(Priorities& self, const Store& store, nb::handle slots_i
 using SeenRows = std::vector<std::pair<uint64_t, uint64_t>>;
 
 // The state: (rows seen of each lane, highest, latest, skipped, priorities of these rows in the order of age).
-inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(Priorities& self, const Store& store) {
+static std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(Priorities& self, const Store& store) {
   self.poll(store);
   const Priorities::State state = self.state();
   uint64_t rows = 0;
@@ -456,7 +392,7 @@ inline std::tuple<SeenRows, double, double, uint64_t, Tensor> priorities_state(P
 }
 
 // The same, of this moment, with a snapshot in place of the priorities.
-inline std::tuple<SeenRows, double, double, uint64_t, std::shared_ptr<PrioritySnapshot>> freeze_priorities(Priorities& self,
+static std::tuple<SeenRows, double, double, uint64_t, std::shared_ptr<PrioritySnapshot>> freeze_priorities(Priorities& self,
                                                                                                            const Store& store) {
   self.poll(store);
   if (self.frozen()) throw std::runtime_error("these priorities are being saved; wait for that save's result()");
@@ -464,7 +400,7 @@ inline std::tuple<SeenRows, double, double, uint64_t, std::shared_ptr<PrioritySn
   return {state.seen, state.highest, state.latest, state.skipped, self.freeze(store.geometry())};
 }
 
-inline Tensor read_snapshot(PrioritySnapshot& self) {
+static Tensor read_snapshot(PrioritySnapshot& self) {
   const uint64_t n = self.rows();
   Results out;
   out.add({kDLFloat, 64}, n);
@@ -473,7 +409,7 @@ inline Tensor read_snapshot(PrioritySnapshot& self) {
   return out.make(0);
 }
 
-inline void resume_priorities(Priorities& self, const Store& store, const SeenRows& seen, double highest, double latest,
+static void resume_priorities(Priorities& self, const Store& store, const SeenRows& seen, double highest, double latest,
                               uint64_t skipped, nb::handle priorities_in) {
   const NumbersArg priorities(priorities_in);
   std::vector<double> own;
@@ -491,7 +427,7 @@ inline void resume_priorities(Priorities& self, const Store& store, const SeenRo
   self.resume(store, {seen, highest, latest, skipped}, own.data());
 }
 
-inline void use_transform(Priorities& self, double alpha, double eps) {
+static void use_transform(Priorities& self, double alpha, double eps) {
   const PriorityTransform next{alpha, eps};
   if (!next.takes(self.highest_seen()))
     throw nb::value_error(("alpha=" + text_of(alpha) + " makes the priority " + text_of(self.highest_seen()) +
@@ -499,7 +435,86 @@ inline void use_transform(Priorities& self, double alpha, double eps) {
   if (!next.same(self.transform())) self.use(next);
 }
 
-inline void bind_priorities(nb::module_& m) {
+void bind_episodes(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<SliceRule>(m, "SliceRule")
+      .def("__init__", [](SliceRule* rule, uint64_t length, uint64_t min_length, uint64_t before, uint64_t after,
+                          bool pad, bool by_window, bool pad_behind) {
+        if (length > kMostBytes)
+          throw nb::value_error(("a slice of " + std::to_string(length) + " rows is longer than any memory").c_str());
+        if (length < 1 || min_length < 1 || before >= length || after >= length)
+          throw nb::value_error("a slice has at least one row, and its window at least one stored row");
+        if (pad && pad_behind) throw nb::value_error("padding stands around the rows or behind them");
+        const SliceRule checked{length, min_length, before, after, pad, by_window, pad_behind};
+        if (by_window && min_length <= kMostBytes && static_cast<int64_t>(min_length) + checked.more_windows() < 1)
+          throw nb::value_error("by_window each trajectory that is long enough has a window");
+        new (rule) SliceRule(checked);
+      }, "length"_a, "min_length"_a, "before"_a = 0, "after"_a = 0, "pad"_a = false, "by_window"_a = false,
+         "pad_behind"_a = false)
+      .def_ro("length", &SliceRule::length)
+      .def_ro("min_length", &SliceRule::min_length);
+  nb::class_<SliceBatch>(m, "SliceBatch")
+      .def("__len__", [](const SliceBatch& b) { return b.slices.size(); })
+      .def_prop_ro("rows", &SliceBatch::rows)
+      .def("slots", [](const SliceBatch& b) { return slots_out(b.rows(), [&](int64_t* out) { b.slots(out); }); })
+      .def("ids", [](const SliceBatch& b) { return slots_out(b.rows(), [&](int64_t* out) { b.ids(out); }); })
+      .def("mask", [](const SliceBatch& b) { return flags_out(b.rows(), false, [&](uint8_t* out) { b.mask(out); }); })
+      .def("first", [](const SliceBatch& b) { return end_flags(b, false); })
+      .def("last", [](const SliceBatch& b) { return end_flags(b, true); })
+      .def("mark_first", [](const SliceBatch& b, nb::handle t) { return mark_rows(b, t, false); }, "tensor"_a)
+      .def("mark_last", [](const SliceBatch& b, nb::handle t) { return mark_rows(b, t, true); }, "tensor"_a)
+      .def_ro("rule", &SliceBatch::rule)
+      .def("replaced", [](const SliceBatch& old, const std::vector<uint64_t>& which, const SliceBatch& fresh) {
+        if (which.size() != fresh.slices.size()) throw nb::value_error("one fresh slice for each that is replaced");
+        SliceBatch batch = fresh;
+        batch.slices = old.slices;
+        for (size_t i = 0; i < which.size(); ++i) batch.slices.at(which[i]) = fresh.slices[i];
+        return batch;
+      }, "which"_a, "fresh"_a)
+      .def("without", [](const SliceBatch& all, const std::vector<uint64_t>& which) {
+        SliceBatch batch = all;
+        batch.slices.clear();
+        for (uint64_t i = 0; i < all.slices.size(); ++i)
+          if (std::find(which.begin(), which.end(), i) == which.end()) batch.slices.push_back(all.slices[i]);
+        return batch;
+      }, "which"_a)
+      .def("stale", [](const SliceBatch& b, const Store& s, nb::handle) -> std::optional<std::vector<uint32_t>> {
+        std::vector<uint32_t> places = b.stale(s);
+        return places.empty() ? std::nullopt : std::optional(std::move(places));
+      }, "store"_a, "slots"_a = nb::none());  // the signature of DrawnRows, which needs the slots
+  nb::class_<SliceEpoch>(m, "SliceEpoch")
+      .def("__init__", [](SliceEpoch* epoch, uint64_t key, bool shuffle, std::vector<uint64_t> counts,
+                          std::vector<int64_t> lasts) {
+        uint64_t total = 0;
+        for (uint64_t n : counts)
+          if (n > kMostBytes || (total += n) > kMostBytes) throw nb::value_error("an epoch beyond any memory");
+        if (counts.size() != lasts.size()) throw nb::value_error("a last row for each environment");
+        new (epoch) SliceEpoch(key, shuffle, std::move(counts), std::move(lasts));
+      }, "key"_a, "shuffle"_a, "counts"_a, "lasts"_a)
+      .def("__len__", &SliceEpoch::size)
+      .def("rest", [](const SliceEpoch& e, uint64_t position) {
+        return slots_out(e.size() - std::min(position, e.size()), [&](int64_t* out) { e.rest(position, out); });
+      }, "position"_a)
+      .def_ro("counts", &SliceEpoch::counts)
+      .def_ro("lasts", &SliceEpoch::lasts);
+  nb::class_<Episodes>(m, "Episodes")
+      .def(nb::init<bool, std::optional<uint64_t>, uint64_t>(), "by_id"_a, "offset"_a.none(), "bytes"_a)
+      .def("draw", nb::overload_cast<Store&, const SliceRule&, nb::handle, size_t, nb::handle>(&Episodes::draw), "store"_a,
+           "rule"_a, "seed"_a, "n"_a, "fetch"_a.none() = nb::none())
+      .def("newest", &Episodes::newest, "store"_a, "rule"_a, "n"_a, "fetch"_a.none() = nb::none())
+      .def("choices", &Episodes::choices, "store"_a, "rule"_a, "fetch"_a.none() = nb::none())
+      .def("trajectories", &Episodes::trajectories, "store"_a, "fetch"_a.none() = nb::none())
+      .def("trajectories_and_rows", &Episodes::trajectories_and_rows, "store"_a, "fetch"_a.none() = nb::none())
+      .def("longest", &Episodes::longest, "store"_a, "fetch"_a.none() = nb::none())
+      .def("begin_epoch", &Episodes::begin_epoch, "store"_a, "rule"_a, "key"_a, "shuffle"_a,
+           "fetch"_a.none() = nb::none())
+      .def("take", &Episodes::take, "store"_a, "rule"_a, "epoch"_a, "position"_a, "seed"_a, "n"_a, "least"_a,
+           "fetch"_a.none() = nb::none());
+  nb::class_<SliceDraw, RowDraw>(m, "SliceDraw")
+      .def(nb::init<nb::object, nb::object, nb::object, nb::tuple>(), "sampler"_a, "lock"_a, "planned"_a, "watched"_a);
+}
+
+void bind_priorities(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<PrioritySnapshot>(m, "PrioritySnapshot").def("read", &read_snapshot);
   nb::class_<Priorities>(m, "Priorities")
@@ -545,6 +560,51 @@ inline void bind_priorities(nb::module_& m) {
           if (place > kMostPlaces) throw nb::value_error("a place beyond any batch");
         drawn.replace(places, fresh);
       }, "places"_a, "fresh"_a);
+}
+
+void bind_ranks(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<RankHeap>(m, "RankHeap")
+      .def(nb::init<uint64_t>(), "capacity"_a)
+      .def_prop_ro("capacity", &RankHeap::capacity)
+      .def("behind", &heap_behind, "store"_a)
+      .def("put", &heap_put, "slots"_a, "values"_a, "reduction"_a)
+      .def("place", &heap_place, "store"_a.none(), "values"_a, "reduction"_a)
+      .def("undo", &RankHeap::undo)
+      .def("written", [](RankHeap& heap, const Store& store) {
+        const LaneView view = store.lanes.view(0);
+        try {
+          heap.follower().resume(store, {{view.first, view.published}});
+        } catch (const std::bad_alloc&) {
+          heap.follower().forget();  // the rows are written: the next poll reads all ranks again
+        }
+      }, "store"_a)
+      .def("forget", [](RankHeap& heap) {
+        heap.follower().forget();
+        heap.clear();
+      });
+  m.def("ranks", [](nb::handle values, const char* reduction) {
+    return ranks_of(values, reduction_of(reduction));
+  }, "values"_a, "reduction"_a);
+}
+
+void bind_priority_updates(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("copy_updates", &copy_updates, "index"_a, "priority"_a, "generation"_a.none(), "end"_a);
+  m.def("divide_updates", &divide_updates, "updates"_a, "capacity"_a, "shards"_a);
+}
+
+void bind_priorities_testing(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("all_powers", &all_powers, "values"_a, "exponent"_a);
+  nb::class_<BareTree>(m, "SumTree")
+      .def(nb::init<uint64_t>(), "size"_a)
+      .def("set", &BareTree::set, "leaves"_a, "values"_a)
+      .def("fill", &BareTree::fill, "start"_a, "stop"_a, "value"_a)
+      .def("find", &BareTree::find, "prefixes"_a)
+      .def("find_in_all_ways", &BareTree::find_in_all_ways, "prefixes"_a)
+      .def_prop_ro("total", [](const BareTree& t) { return t.sum.total(); })
+      .def_prop_ro("lowest", [](const BareTree& t) { return t.sum.lowest(); });
 }
 
 }  // namespace engram
