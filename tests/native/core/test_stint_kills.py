@@ -19,6 +19,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 
+from contracts.tiers import in_turns
 from engram import _native
 from native.core.support import Array, store, words
 
@@ -160,11 +161,11 @@ def descriptor(kind: str, path: Path) -> Iterator[int]:
 
 @pytest.mark.deep
 @pytest.mark.parametrize("kills", [50, pytest.param(1750, marks=pytest.mark.long)])
-@pytest.mark.parametrize(("lanes", "capacity"), [(16, 256), (5, 40)])
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize(("size", "kind"), in_turns([(16, 256), (5, 40)], ["memory", "file"]))
 def test_writers_that_are_killed_inside_an_append_tear_and_mix_nothing(
-    kind: str, lanes: int, capacity: int, kills: int, tmp_path: Path
+    kind: str, size: tuple[int, int], kills: int, tmp_path: Path
 ) -> None:
+    lanes, capacity = size
     with descriptor(kind, tmp_path) as fd:
         shared = store(PAYLOAD, capacity, lanes=lanes, fd=fd, trailer=kind == "file", extents=True)
         counts = kill_writers(shared, fd, kills, seed=capacity)
