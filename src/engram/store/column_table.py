@@ -16,6 +16,7 @@ from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, ObservationKeys, RowLayout, StoredLayout
 from engram.store.rows import Rows
+from engram.store.steps import Steps
 
 
 class ColumnTable:
@@ -61,17 +62,16 @@ class ColumnTable:
         """The columns of `layout.stored`."""
         return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
-    def fit(
-        self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
-    ) -> tuple[int, list[Tensor]]:
+    def fit(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, list[Tensor]]:
         """The data are leaves `[time, *envs, ...]` on the columns' device."""
+        batch = steps.items
         if extra is not None:
             batch = pytree.with_entry(batch, extra[0], to_tensor(extra[1]))
-        leaves = self.layout.fitting(batch, batch_dims)
-        if batch_dims == 0 or time_dim < 0:
+        leaves = self.layout.fitting(batch, steps.lead)
+        if steps.is_single:
             leaves = [t.unsqueeze(0) for t in leaves]
-        elif time_dim:
-            leaves = [t.movedim(time_dim, 0) for t in leaves]
+        elif steps.time:
+            leaves = [t.movedim(steps.time, 0) for t in leaves]
         if len(self._env_shape) > 1:
             leaves = [t.reshape(t.shape[0], *self._env_shape, *t.shape[2:]) for t in leaves]
         for leaf, t in zip(self.layout.leaves, leaves, strict=True):

@@ -14,6 +14,7 @@ from engram._system import human_bytes
 from engram.errors import StorageError
 from engram.pytree import Key, KeyPath
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
+from engram.store.steps import Steps
 
 #: Entries that are no observations: readers of trajectories look at them in the rows.
 NO_OBSERVATIONS = frozenset(
@@ -228,16 +229,13 @@ class FirstSteps:
     """The first steps of a storage, in which frames and n_steps are found.
 
     Args:
-        batch: the steps.
-        batch_dims: how many of its first dimensions are not part of a step: 0, 1 or 2.
-        time_dim: which of them is time; -1: none is.
+        steps: they.
         horizon: that of n-step rows, where it is known; 1: it is found.
         most: how many of them are looked at.
     """
 
-    def __init__(self, batch: Any, batch_dims: int, time_dim: int, horizon: int = 1, most: int = 256) -> None:
-        self._batch, self._batch_dims, self._time_dim, self._most = batch, batch_dims, time_dim, most
-        self._horizon = horizon
+    def __init__(self, steps: Steps, horizon: int = 1, most: int = 256) -> None:
+        self._given, self._most, self._horizon = steps, most, horizon
 
     def frames(self, leaf: LeafSpec, following: KeyPath) -> int:
         """As many as with which some next observation is its observation, moved along its first dimension.
@@ -267,7 +265,7 @@ class FirstSteps:
         """
         if self._horizon > 1:
             return min(self._horizon, _MOST_APART)
-        said = pytree.get_tensor(self._batch, STEPS_TO_NEXT)
+        said = pytree.get_tensor(self._given.items, STEPS_TO_NEXT)
         if said is not None and said.numel():
             return min(max(1, int(said.max())), _MOST_APART)
         n, share = self._agreement(pairs)
@@ -276,7 +274,7 @@ class FirstSteps:
     def _agreement(self, observations: Sequence[tuple[KeyPath, KeyPath]]) -> tuple[int, float]:
         """How far behind most steps that one comes, and of how many of the steps that is so."""
         best, most = 1, 0.0
-        if self._batch_dims == 0 or self._time_dim < 0:
+        if self._given.is_single:
             return best, most
         pairs = [(self._steps(path), self._steps(after)) for path, after in observations]
         for n in range(1, min(_MOST_STEPS, len(pairs[0][0]) - 1) + 1):
@@ -297,12 +295,12 @@ class FirstSteps:
 
     def _steps(self, path: KeyPath) -> Tensor:
         """The first ones of an entry: [time, ...]."""
-        value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
-        return value.movedim(self._time_dim, 0)[: self._most]
+        value = pytree.as_tensor(pytree.get_entry(self._given.items, path), path)
+        return value.movedim(self._given.time, 0)[: self._most]
 
     def _rows(self, path: KeyPath, dims: int) -> Tensor:
         """The first ones of an entry, of all environments: [n, *shape]."""
-        value = pytree.as_tensor(pytree.get_entry(self._batch, path), path)
+        value = pytree.as_tensor(pytree.get_entry(self._given.items, path), path)
         return value.reshape(-1, *value.shape[value.ndim - dims :])[: self._most]
 
 

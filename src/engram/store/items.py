@@ -42,6 +42,7 @@ from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.row_table import RowTable
 from engram.store.rows import Checked, Rows, warn_of_items
+from engram.store.steps import Steps
 from engram.store.table import Table
 
 #: Stands in a list for an item that is a row.
@@ -171,52 +172,52 @@ class ItemTable(Table):
         self.use(self.mutex)
 
     # ---- writing ----
-    def fit(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
+    def fit(self, steps: Steps) -> Checked:
         """As `check` of a storage, of a list of items, a batch of them, or one.
 
         The data are copies: what the caller does to its own objects later does not change them.
         """
+        items, single = steps.items, steps.is_single
         if not single and not self.by_slot and has_batch_size(items) and len(items.batch_size) > 1:
             warn_of_items(items)
-        batch, extra = items, None if index_key is None else (index_key, index)
+        batch, extra = items, None if steps.index_key is None else (steps.index_key, steps.own_index)
         if self.codec.check is not None:
             for item in batch if isinstance(batch, list) and not single else [batch]:
                 self.codec.check(item)
         if self._device is not None:
             batch = _moved(batch, self._device)
-        data: Any = self._as_rows(batch, single, time_dim, extra)
+        steps = steps._replace(items=batch)
+        data: Any = self._as_rows(steps)
         if data is None:
-            data = self._as_batch(batch, single, time_dim, extra)
+            data = self._as_batch(steps, extra)
         if data is None:
             items = self.codec.copy(batch)  # of a batch once, whole: its items are views of that copy
-            data = self._kept([items] if single else unstack(items, time_dim), extra)
+            data = self._kept([items] if single else unstack(items, steps.time), extra)
         if not len(data):
             raise ValueError("nothing to add: the batch has no items")
         return Checked(len(data), data)
 
-    def _as_rows(self, batch: Any, single: bool, time_dim: int, extra: Extra | None) -> _NewRows | None:
+    def _as_rows(self, steps: Steps) -> _NewRows | None:
         """Items as packed rows; None: they, or one of them, must be objects. The first item has the form."""
         if not self.codec.packs:
             return None
-        index_key, index = (None, None) if extra is None else extra
-        packed = self.by_slot.packed if self.by_slot else self._form_of(batch, single, time_dim, index_key)
+        batch, single = steps.items, steps.is_single
+        packed = self.by_slot.packed if self.by_slot else self._form_of(steps)
         if packed is None:
             return None
         is_batch = not single and type(batch) is not list
-        if is_batch and (time_dim or not (type(batch) is Tensor or has_keys(batch))):
+        if is_batch and (steps.time or not (type(batch) is Tensor or has_keys(batch))):
             return None
-        plan = packed.plan(self.codec.copy(batch) if is_batch else batch, single, index_key, index)
+        plan = packed.plan(self.codec.copy(batch) if is_batch else batch, single, steps.index_key, steps.own_index)
         return None if plan is None else _NewRows(packed, plan)
 
-    def _form_of(self, batch: Any, single: bool, time_dim: int, index_key: str | None) -> PackedItems | None:
+    def _form_of(self, steps: Steps) -> PackedItems | None:
         """Room for rows of the form of the first of some items; None: it must be an object."""
-        first = batch
-        if not single:
+        first = batch = steps.items
+        if not steps.is_single:
             if type(batch) is list:
                 first = batch[0] if batch else None
-            elif time_dim or not PackedItems.can_hold(batch, batch=True):
+            elif steps.time or not PackedItems.can_hold(batch, batch=True):
                 return None
             else:
                 try:
@@ -225,16 +226,17 @@ class ItemTable(Table):
                     return None  # which is said when they are taken apart
         if not PackedItems.can_hold(first):
             return None
-        if index_key is not None:
-            first = _with_index(first, index_key, torch.zeros((), dtype=torch.int64, device="cpu"))
+        if steps.index_key is not None:
+            first = _with_index(first, steps.index_key, torch.zeros((), dtype=torch.int64, device="cpu"))
         try:
             return PackedItems(first, self._lanes)
         except (ValueError, TypeError):
             return None
 
-    def _as_batch(self, batch: Any, single: bool, time_dim: int, extra: Extra | None) -> _Batch | None:
+    def _as_batch(self, steps: Steps, extra: Extra | None) -> _Batch | None:
         """A copy of a batch that stays whole; None: it is to be taken apart."""
-        if single or time_dim or not self.codec.packs or type(batch) is not TensorDict:
+        batch = steps.items
+        if steps.time or not self.codec.packs or type(batch) is not TensorDict:
             return None
         if not batch.ndim or not _has_only_tensors(batch):
             return None
@@ -311,7 +313,7 @@ class ItemTable(Table):
             kept = [self.kept.get(slot, frozenset()) for slot in places]
             new = list(map(_with_kept, map(by_slot.__getitem__, places), new, kept))
         extra = None if index_key is None else (index_key, slots)
-        rows = self._as_rows(new, False, 0, extra)
+        rows = self._as_rows(Steps(new, index_key=index_key, own_index=None if index_key is None else slots))
         if rows is not None:
             rows.of.table.overwrite(slots, rows.plan)
             by_slot.put_each([ROW] * len(places), places)
@@ -498,7 +500,7 @@ class ItemTable(Table):
         """Rows of these items, in the slots from 0 on; None: not all of them have one form."""
         if not (self.codec.packs and items):
             return None
-        packed = self._form_of(items, False, 0, None)
+        packed = self._form_of(Steps(items))
         return packed if packed is not None and packed.hold(items) else None
 
     def _take_over(

@@ -48,6 +48,7 @@ from engram.store.places import (
 )
 from engram.store.row_table import RowTable
 from engram.store.rows import Checked, MadeTable, Rows, expand_slots, warn_of_items
+from engram.store.steps import Steps
 from engram.store.table import Replacing, Table
 
 _T = TypeVar("_T")
@@ -183,31 +184,30 @@ class LazyTable(Table):
         if differences:
             raise ValueError(f"this storage has another layout: {'; '.join(differences)}. Nothing was changed")
 
-    def _made_for(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> MadeTable:
+    def _made_for(self, steps: Steps) -> MadeTable:
         """The table; made for rows like those of a first batch."""
         with self.making(), self._make_lock:
             if self.made is None:
-                self.place.note_device([leaf for _, leaf in pytree.describe(items, batch_dims)[1]])
-                layout = RowLayout.of(items, batch_dims)
+                self.place.note_device([leaf for _, leaf in pytree.describe(steps.items, steps.lead)[1]])
+                layout = steps.layout()
                 # The first batch decides the layout only if it can be written itself.
-                if not layout.plan(items, batch_dims, time_dim).steps:
+                if not steps.plan(layout).steps:
                     raise ValueError(_NO_STEPS)
-                if batch_dims == self.ndim == 1 and layout.within:
-                    warn_of_items(items)
-                if index_key is not None:
-                    layout = _with_index(layout, index_key, self.ndim, required=self.requires_index)
+                if steps.lead == self.ndim == 1 and layout.within:
+                    warn_of_items(steps.items)
+                if steps.index_key is not None:
+                    layout = _with_index(layout, steps.index_key, self.ndim, required=self.requires_index)
                 observations = None
                 if self.compact is not None:
-                    observations = self.compact.find(layout, FirstSteps(items, batch_dims, time_dim, self.horizon))
+                    observations = self.compact.find(layout, FirstSteps(steps, self.horizon))
                     if observations is None:
                         warn_user(NOTHING_TO_SHARE)
-                envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
-                self.make(layout, envs, observations=observations)
+                self.make(layout, self._first_env_shape or steps.env_shape, observations=observations)
                 if self._advises and layout.payload_bytes > ROW_WORTH_IT:
-                    _advise_to_share(self, layout, FirstSteps(items, batch_dims, time_dim, self.horizon, most=32))
+                    _advise_to_share(self, layout, FirstSteps(steps, self.horizon, most=32))
         assert self.made is not None
         if self.place.awaits_others():  # one of them may have made it
-            envs = self._first_env_shape or _env_shape(items, batch_dims, time_dim)
+            envs = self._first_env_shape or steps.env_shape
             if envs != self.env_shape:
                 raise _other_envs(envs, self.env_shape)
         return self.made
@@ -302,45 +302,29 @@ class LazyTable(Table):
         return isinstance(made, ColumnTable) or (isinstance(made, RowTable) and made.can_widen)
 
     # ---- writing ----
-    def fit(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
-        batch_dims = self.ndim - 1 if single else self.ndim
-        if single:
-            time_dim = -1
-        if batch_dims > 1:
-            items, batch_dims, time_dim = self._merge_envs(items, batch_dims, time_dim)
+    def fit(self, steps: Steps) -> Checked:
+        if steps.lead > 1:
+            steps = self._with_one_env_dim(steps)
         made = self.made
         if made is None:
-            made = self._made_for(items, batch_dims, time_dim, index_key)
+            made = self._made_for(steps)
         extra: tuple[str, Any] | None = None
-        if index_key is not None and (index_key,) in made.layout.paths:
-            own = self._own_index
-            assert own is not None
-            if index is None:
-                extra = index_key, own.of_next(items, batch_dims, time_dim)
-            else:
-                extra = index_key, own.of_items(index[0] if single else index)
-        checked = Checked(*made.fit(items, batch_dims, time_dim, extra))
+        if steps.index_key is not None and (steps.index_key,) in made.layout.paths:
+            assert self._own_index is not None
+            extra = steps.index_key, self._own_index.of(steps)
+        checked = Checked(*made.fit(steps, extra))
         if checked.steps == 0:
             raise ValueError(_NO_STEPS)
         return checked
 
-    def _merge_envs(self, items: Any, batch_dims: int, time_dim: int) -> tuple[Any, int, int]:
-        """Makes several environment dimensions one; the first batch decides their shape."""
-        shape = _lead_shape(items, batch_dims)
-        if time_dim not in (-1, 0, batch_dims - 1):
-            raise ValueError(f"time must be the first or the last batch dimension, got {time_dim} of {batch_dims}")
-        envs = shape if time_dim < 0 else shape[1:] if time_dim == 0 else shape[:-1]
+    def _with_one_env_dim(self, steps: Steps) -> Steps:
+        """As of the steps; the first batch decides the shape of the environments."""
+        merged, envs = steps.with_one_env_dim(), steps.env_shape
         if self.made is None:
             self._first_env_shape = envs
         elif envs != self.env_shape:
             raise _other_envs(envs, self.env_shape)
-        if len(envs) == 1:
-            return items, batch_dims, time_dim
-        first = 1 if time_dim == 0 else 0
-        merged = pytree.flatten_dims(items, first, first + len(envs) - 1)
-        return merged, batch_dims - len(envs) + 1, time_dim if time_dim <= 0 else 1
+        return merged
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         assert self.made is not None and self.known_lanes is not None
@@ -361,7 +345,7 @@ class LazyTable(Table):
         if self.kept:
             items = _with_kept(self.made.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
         if index_key is not None and (index_key,) in self.made.layout.paths:
-            _check_count(n, *_lead_shape(items, 1)[:1])
+            _check_count(n, Steps(items).times)
             items = pytree.with_entry(items, index_key, self._own_index.of_slots(slots))
         count, rows = self.made.fit_rows(items)
         _check_count(n, count)
@@ -490,18 +474,20 @@ class OwnIndex:
     def __init__(self, lanes: Lanes, within: tuple[int, ...], env_shape: tuple[int, ...], ndim: int) -> None:
         self._lanes, self._within, self._env_shape, self._ndim = lanes, within, env_shape, ndim
 
-    def of_next(self, items: Any, batch_dims: int, time_dim: int) -> Tensor | int:
-        """The one that `append` will give to each step of a batch."""
-        lanes = self._lanes
-        if batch_dims == 0:
+    def of(self, steps: Steps) -> Tensor | int:
+        """What each step stores: the index that is given with it, or the one that `append` will give."""
+        lanes, index = self._lanes, steps.own_index
+        if index is not None:
+            return self.of_items(index[0] if steps.is_single else index)
+        if steps.lead == 0:
             return self.of_items(lanes.next_slot()) if self._within else lanes.next_slot()
-        steps = 1 if time_dim < 0 else _lead_shape(items, batch_dims)[time_dim]
-        times = lanes.next_slots(steps)
+        count = steps.times
+        times = lanes.next_slots(count)
         if self._ndim == 1:
             return self.of_items(times) if self._within else times
         slots: Any = expand_slots(times, lanes.envs)
-        index = torch.stack(tuple(from_slots(slots, self._env_shape)), -1).reshape(steps, lanes.envs, self._ndim)
-        return self.of_items(index[0] if time_dim < 0 else index if time_dim == 0 else index.transpose(0, 1))
+        index = torch.stack(tuple(from_slots(slots, self._env_shape)), -1).reshape(count, lanes.envs, self._ndim)
+        return self.of_items(index[0] if steps.is_single else index if steps.time == 0 else index.transpose(0, 1))
 
     def of_slots(self, slots: Tensor) -> Tensor:
         """Those of the rows in slots (int64 [n])."""
@@ -642,20 +628,3 @@ def _other_envs(found: tuple[int, ...], own: tuple[int, ...]) -> ValueError:
 def _check_count(indexed: int, given: int) -> None:
     if given != indexed:
         raise ValueError(f"{indexed} steps are indexed, the data have {given}; nothing was written")
-
-
-def _lead_shape(items: Any, batch_dims: int) -> tuple[int, ...]:
-    shape = getattr(items, "shape", None)
-    if shape is None:
-        _, leaves = pytree.describe(items, batch_dims)
-        if not leaves:
-            raise ValueError("nothing to store: the data hold no tensor")
-        shape = pytree.shape_of(leaves[0][1])
-    if len(shape) < batch_dims:
-        raise ValueError(f"the data have shape {list(shape)}; this storage takes {batch_dims} batch dimensions")
-    return tuple(shape[:batch_dims])
-
-
-def _env_shape(items: Any, batch_dims: int, time_dim: int) -> tuple[int, ...]:
-    shape = _lead_shape(items, batch_dims)
-    return shape if time_dim < 0 else tuple(d for i, d in enumerate(shape) if i != time_dim)

@@ -19,6 +19,7 @@ from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
 from engram.store.observation_shares import ObservationShares
 from engram.store.rows import IndexTakenError, JoinedRows, Rows
+from engram.store.steps import Steps
 
 _NO_INDEX = -1
 #: The bits of the floats that `torch.as_tensor` makes of Python's; other dtypes are left to it.
@@ -155,10 +156,8 @@ class RowTable:
         """Equal for two tables if their stored rows are laid out in the same way."""
         return self.stored.key
 
-    def fit(
-        self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None
-    ) -> tuple[int, _native.Plan]:
-        plan: _native.Plan = self.layout.plan(batch, batch_dims, time_dim, extra, self._codec)
+    def fit(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, _native.Plan]:
+        plan = steps.plan(self.layout, extra, self._codec)
         if plan.envs != self._store.envs:
             raise ValueError(
                 f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
@@ -166,7 +165,7 @@ class RowTable:
         return plan.steps, plan
 
     def fit_rows(self, rows: Any) -> tuple[int, _native.Plan]:
-        plan: _native.Plan = self.layout.plan(rows, 1, 0, None, self._codec)
+        plan = Steps(rows).plan(self.layout, None, self._codec)
         return plan.steps, plan
 
     def push(self, batch: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:

@@ -14,6 +14,7 @@ from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageInUseError
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
+from engram.store.steps import Steps
 
 
 class Checked(NamedTuple):
@@ -68,8 +69,8 @@ class MadeTable(Protocol):
     def nbytes(self) -> int:
         """Bytes of header and rows, used or not."""
 
-    def fit(self, batch: Any, batch_dims: int, time_dim: int, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
-        """The time steps of a batch, and its data as `append` takes them.
+    def fit(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
+        """How many time steps they are, and their data as `append` takes them.
 
         Args:
             extra: a key at the root, and what the rows also store there.

@@ -22,6 +22,7 @@ from engram.store.lanes import Lanes, warn_of_copy
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.row_table import NativeRows
 from engram.store.rows import Checked, MadeTable, Rows, expand_slots
+from engram.store.steps import Steps
 
 NOT_SENT = (
     "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
@@ -200,9 +201,7 @@ class Table(abc.ABC):
 
     # ---- writing ----
     @abc.abstractmethod
-    def fit(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
+    def fit(self, steps: Steps) -> Checked:
         """As `check` of a storage."""
 
     @abc.abstractmethod

@@ -39,6 +39,7 @@ from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.places import checked_max_size
 from engram.store.rows import Checked, Rows
+from engram.store.steps import Steps
 from engram.store.table import Table
 
 _T = TypeVar("_T")
@@ -298,7 +299,8 @@ class Storage(MadeFromParts):
             ValueError, TypeError: the batch does not fit; the message names the leaf.
             StorageError: the table cannot be made.
         """
-        return self._outer_methods.fit(items, single, time_dim, index_key, index)
+        steps = Steps.given(items, single, time_dim, index_key, index, ndim=self._held_table.ndim)
+        return self._outer_methods.fit(steps)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * envs] in the order of time.

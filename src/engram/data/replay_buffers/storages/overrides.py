@@ -16,7 +16,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
 from engram.store.rows import Checked, Rows, expand_slots
+from engram.store.steps import Steps
 from engram.store.table import NOT_SENT, ItemReader, Table, read_in_parts
 
 # Each object has its own.
@@ -155,8 +156,8 @@ class OwnTable(UsersTable):
     def env_shape(self) -> tuple[int, ...]:  # type: ignore[override]
         return self._storage.env_shape
 
-    def fit(self, *args: Any) -> Checked:
-        return self._storage.check(*args)
+    def fit(self, steps: Steps) -> Checked:
+        return self._storage.check(*steps.arguments)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         return self._storage.append(checked) if most is None else self._storage.append(checked, most)
@@ -186,7 +187,7 @@ class UndefinedMethods:
         self._name = name
         self.leaf, self.column, self.clear = table.leaf, table.column, table.clear
 
-    def fit(self, *args: Any) -> NoReturn:
+    def fit(self, steps: Steps) -> NoReturn:
         raise self._is_undefined("check")
 
     def append(self, *args: Any) -> NoReturn:
@@ -222,17 +223,14 @@ class GetSetTable(UsersTable):
         return self.known_lanes
 
     # ---- writing ----
-    def fit(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
-        items = pytree.clone(items)
-        n = 1 if single else count_steps(items, time_dim)
+    def fit(self, steps: Steps) -> Checked:
+        steps = steps._replace(items=pytree.clone(steps.items))
+        n, single, index_key = count_steps(steps), steps.is_single, steps.index_key
         if not n:
             raise ValueError("nothing to add: the batch has no steps")
-        if not single:
-            items = items if isinstance(items, list) else pytree.move_dim(items, time_dim, 0)
+        items = steps.time_first()
         if index_key is not None:
-            at = self.lanes.next_slots(n) if index is None else index
+            at = self.lanes.next_slots(n) if steps.own_index is None else steps.own_index
             if isinstance(items, list):
                 items = [_with_index(item, index_key, slot, 0) for item, slot in zip(items, at, strict=True)]
             else:
@@ -259,10 +257,11 @@ class GetSetTable(UsersTable):
         if len(absent):
             stored = len(self._storage)
             raise IndexError(f"index {int(absent[0])} has not been written; {stored} steps are stored")
-        n = count_steps(items, 0)
+        new = Steps(items, index_key=index_key, own_index=slots)
+        n = count_steps(new)
         if n != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {n}; nothing was written")
-        self._storage.set(slots, self.fit(items, False, 0, index_key, slots).data[0])
+        self._storage.set(slots, self.fit(new).data[0])
         lanes.store.note_edits(slots)
 
     def overwrite_selection(
@@ -271,7 +270,8 @@ class GetSetTable(UsersTable):
         if selection.shape != ():
             super().overwrite_selection(selection, items, index_key, overwrite)
             return
-        self._storage.set(int(selection.slots[0]), self.fit(items, True, -1, index_key, selection.slots).data[0])
+        step = Steps.given(items, True, -1, index_key, selection.slots)
+        self._storage.set(int(selection.slots[0]), self.fit(step).data[0])
         self.lanes.store.note_edits(selection.slots)
 
     def is_single(self, items: Any, env_dims: int = 0) -> bool:
@@ -372,15 +372,6 @@ class CountedSets:
         return getattr(self._given, name)
 
 
-class _ToSet(NamedTuple):
-    """A batch that will be handed to a `set`."""
-
-    items: Any
-    single: bool
-    time_dim: int
-    index_key: str | None
-
-
 def _comes_first(kind: type, name: str, others: set[str]) -> bool:
     """Whether a user's class defines `name`, and neither that class nor a parent of it defines one of `others`.
 
@@ -428,30 +419,24 @@ class OuterMethods(_OfStorage):
         return self._table.env_shape
 
     # ---- writing ----
-    def fit(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked:
+    def fit(self, steps: Steps) -> Checked:
         if not self.writes_by_set:
-            return self._table.fit(items, single, time_dim, index_key, index)
-        n = 1 if single else count_steps(items, time_dim)
+            return self._table.fit(steps)
+        n = count_steps(steps)
         if not n:
             raise ValueError("nothing to add: the batch has no steps")
-        return Checked(n, _ToSet(items, single, time_dim, index_key))
+        return Checked(n, steps)  # to be handed to the `set`
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        if type(checked.data) is not _ToSet:
+        if type(checked.data) is not Steps:
             return self._table.append(checked, most)
         storage, given = self._storage, checked.data
         n = checked.steps if most is None else min(most, checked.steps)
         with storage.mutex, storage.access.turn(), storage.access.setting_new_rows() as appended:
-            steps, data = next_steps(self._table, n), given.items
-            if not given.single:
-                data = data if isinstance(data, list) else pytree.move_dim(data, given.time_dim, 0)
-                if n < checked.steps:
-                    data = (
-                        data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n, device="cpu"))
-                    )
-            self.set(int(steps[0]) if given.single else steps, data, given.index_key)
+            steps, data = next_steps(self._table, n), given.time_first()
+            if n < checked.steps:
+                data = data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n, device="cpu"))
+            self.set(int(steps[0]) if given.is_single else steps, data, given.index_key)
             slots = torch.cat([to_tensor(part).reshape(-1) for part in appended]) if appended else steps[:0]
             if len(slots) != n * math.prod(storage.env_shape):
                 raise RuntimeError(f"{self._name}.set was given {n} steps: it must hand all of them to super().set")
@@ -547,7 +532,7 @@ class InnerMethods(_OfStorage):
         # Where buffers write by `set`, or read by `get`, the child's other methods were called before these.
         writes = own if not _comes_first(type(storage), "set", {"check", "append"}) else frozenset[str]()
         if "check" in writes:
-            self.fit = lambda *args: child().check(*args)
+            self.fit = lambda steps: child().check(*steps.arguments)
         if "append" in writes:
             self.append = lambda *args: child().append(*args)
         if "overwrite" in own:
@@ -629,14 +614,15 @@ def _with_index(items: Any, key: str, index: Tensor, lead: int) -> Any:
     return items
 
 
-def count_steps(items: Any, time_dim: int) -> int:
-    """The steps of a batch along the dimension of time; of a list its items."""
-    if isinstance(items, list):
-        return len(items)
+def count_steps(steps: Steps) -> int:
+    """How many time steps they are; of a list its items."""
+    items = steps.items
+    if steps.is_single or isinstance(items, list):
+        return 1 if steps.is_single else len(items)
     shape = pytree.shape_of(first_leaf(items)) if not hasattr(items, "shape") else items.shape
-    if len(shape) <= time_dim:
+    if len(shape) <= steps.time:
         raise ValueError("extend takes a batch, found a single step; use add. Nothing was written")
-    return int(shape[time_dim])
+    return int(shape[steps.time])
 
 
 def first_leaf(items: Any) -> Any:

@@ -13,15 +13,14 @@ from engram import pytree
 from engram.pytree import to_tensor
 from engram.store.indexing import last_of_each, select
 from engram.store.rows import Checked
+from engram.store.steps import Steps
 from engram.store.table import Replacing, Table, is_one
 
 
 class _Methods(Protocol):
     """What a `set` writes by: a table, or methods of a user's child."""
 
-    def fit(
-        self, items: Any, single: bool, time_dim: int = 0, index_key: str | None = None, index: Tensor | None = None
-    ) -> Checked: ...
+    def fit(self, steps: Steps) -> Checked: ...
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int: ...
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]: ...
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None: ...
@@ -95,7 +94,7 @@ class RowSetter:
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
             new = pytree.select_rows(rows, ~stored) if replaces else rows
-            checked = self._methods.fit(new, False, 0, index_key, None)
+            checked = self._methods.fit(Steps.given(new, False, 0, index_key, ndim=self._table.ndim))
             if checked.steps != len(steps) - int(stored.sum()):
                 raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
         if replaces:
@@ -126,7 +125,7 @@ class RowSetter:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
         table = self._table
         table.carry_sequences(self._replacing)
-        checked = self._methods.fit(items, False, 0, index_key, slots)
+        checked = self._methods.fit(Steps.given(items, False, 0, index_key, slots, ndim=self._table.ndim))
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
