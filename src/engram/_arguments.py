@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,24 +23,26 @@ _PLAIN = (type(None), bool, int, float, str)
 #: lock, and gives slots where a storage has one dimension. None of this is guaranteed for a class that a user derives
 #: from one.
 BUILT_IN: set[type] = set()
-_NEVER_SAVED: dict[type, tuple[str, int]] = {}
 
 
-class KeepsArguments:
-    """A base whose own classes remember the constructor's arguments as far as they can be saved.
+class Part:
+    """A base whose own classes say that they are the library's: `class X(Base, built_in=True)`."""
 
-    Functions and other objects are not kept, only what they were; nor is the argument `never_saved`, its name and
-    place, which only a program may choose, and no file.
-    """
-
-    _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-
-    def __init_subclass__(cls, *, built_in: bool = False, never_saved: tuple[str, int] | None = None, **kwargs: Any):
+    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if built_in:
             BUILT_IN.add(cls)
-        if never_saved is not None:
-            _NEVER_SAVED[cls] = never_saved
+
+
+class KeepsArguments(Part):
+    """A base whose own classes remember the constructor's arguments as far as they can be saved.
+
+    Functions and other objects are not kept, only what they were.
+    """
+
+    _arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    #: The name and place of an argument that is not kept: only a program may choose it, and no file.
+    never_saved: ClassVar[tuple[str, int] | None] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if kwargs:
@@ -120,7 +122,7 @@ def restored(saved: Any, kinds: dict[str, Any]) -> Any:
         kwargs = {name: _value(value, kinds) for name, value in arguments["kwargs"].items()}
     except MissingPartError as error:
         raise MissingPartError(f"{kind}, which was made with {error}") from None
-    name, place = _NEVER_SAVED.get(kinds[kind], (None, len(args)))
+    name, place = kinds[kind].never_saved or (None, len(args))
     if name in kwargs or len(args) > place:
         raise MissingPartError(f"{kind}, which was made with {name}=")
     try:

@@ -166,6 +166,17 @@ def _reduce_by_state(check: Callable[[Any], None], part: Any) -> Any:
     return object.__reduce_ex__(part, 4)
 
 
+class SentByState:
+    """Objects that are sent to other processes by their `__getstate__`, whatever `pickle` makes of them."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        pickle_by_state(cls, cls._check_sending)
+
+    def _check_sending(self) -> None:
+        """RuntimeError where it must not be sent to another process, alone or in a buffer."""
+
+
 def refuse_what_stays(part: Any) -> None:
     """The check of its class that `pickle_by_state` was given: RuntimeError where a part of a buffer must stay here."""
     _checks[type(part)](part)

@@ -75,8 +75,8 @@ class SavedPart(Protocol):
     """A part of a buffer that is saved alone."""
 
     part: Any  # has `state_dict` and `load_state_dict`
-    is_ours: bool  # of a class of the library's own, for which a state that causes an error is damaged
     kind: str | None  # that its state is saved under
+    damage: type[ValueError]  # which errors at a saved state say that this is damaged
 
     def differences(self, state: Any) -> list[str]: ...
 
@@ -101,7 +101,7 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
     """
     with open_snapshot(path) as saved:
         body = saved.component(name)
-        with as_damage(saved.malformed, "such a part", part.is_ours):
+        with as_damage(saved.malformed, "such a part", part.damage):
             forms.check(PART, body, f"the {name}")
             kind, state = body.get("kind"), body["state"]
             different = [f"a {part.kind} here, a {kind} there"] if kind != part.kind else part.differences(state)
@@ -111,19 +111,19 @@ def load_part(path: str | os.PathLike[str], name: str, part: SavedPart) -> None:
 
 
 @contextmanager
-def as_damage(malformed: Callable[[str], Exception], owner: str, is_ours: bool) -> Iterator[None]:
+def as_damage(
+    malformed: Callable[[str], Exception], owner: str, damage: type[ValueError] = ValueError
+) -> Iterator[None]:
     """Around a look at a state whose checksums are right: one that `owner` cannot have saved is reported as damage.
 
     Args:
-        is_ours: whether the library's own classes alone look at it, which raise a ValueError for nothing else.
+        damage: the errors that say so; the library's own classes raise a ValueError for nothing else.
     """
     try:
         yield
     except CheckpointError:
         raise
-    except ValueError as error:
-        if not is_ours and not isinstance(error, forms.WrongFormError):
-            raise
+    except damage as error:
         raise malformed(f"a state in it cannot be that of {owner}: {error}") from error
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from engram.data import LazyTensorStorage, ReplayBuffer, RoundRobinWriter, Storage
-from engram.kernel.replay import append_step, read_leaves, read_n_steps
+from engram.kernel.replay import append_step, as_writer, read_leaves, read_n_steps, write_plan
 from engram.kernel.rows import NSteps, draw_slots_by_numpy
 from engram.kernel.tools import packages
 from engram.pytree import KeyPath, get_entry, to_tensor
@@ -143,7 +143,7 @@ class TransitionRows:
         if type(writer) is RoundRobinWriter and append_step(storage, step):
             return
         with storage.mutex:
-            writer.write(storage, self._converted(step), single=True, time_dim=-1)
+            write_plan(as_writer(writer)).write(storage, self._converted(step), True, -1)
 
     def fill_with_zeros(self) -> None:
         """Stores steps of zeros until it is full; nothing was stored before."""

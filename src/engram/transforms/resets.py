@@ -98,7 +98,7 @@ class NoopResetEnv(Transform, built_in=True):
 
 
 @advised
-class EndOfLifeTransform(Transform, built_in=True, never_saved=("eol_attribute", 3)):
+class EndOfLifeTransform(Transform, built_in=True):
     """Marks the steps that cost a life, in environments such as those of Atari: `end-of-life`, and the `lives` left.
 
     Args:
@@ -119,6 +119,8 @@ class EndOfLifeTransform(Transform, built_in=True, never_saved=("eol_attribute",
         >>> EndOfLifeTransform(eol_key="life_lost")
         EndOfLifeTransform(eol_key='life_lost', lives_key='lives')
     """
+
+    never_saved = ("eol_attribute", 3)
 
     def __init__(
         self,

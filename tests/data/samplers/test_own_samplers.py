@@ -523,3 +523,36 @@ def test_attributes_that_a_user_sampler_gains_later_are_used():
     sampler.update_priority = lambda index, priority, **more: told.append(priority)
     rb.update_priority(torch.tensor([0]), 2.0)
     assert told == [2.0]
+
+
+class Prioritized(Told):
+    def update_priority(self, index, priority, **more):
+        self.told.append(priority.tolist())
+
+
+class PrioritizedChild(Prioritized, Sampler):
+    """The same, as a child of Sampler."""
+
+
+@each("sampler", [Told, ToldChild, Prioritized, PrioritizedChild])
+def test_priorities_of_a_batch_are_asked_for_where_the_sampler_takes_them(sampler):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(5), sampler=sampler(), priority_key="error", batch_size=2)
+    rb.extend(steps(0, 5))
+    batch = rb.sample()
+    if issubclass(sampler, Prioritized):
+        with pytest.raises(KeyError, match="the batch needs 'index' and 'error'"):
+            rb.update_tensordict_priority(batch)
+    else:
+        rb.update_tensordict_priority(batch)
+    rb.update_tensordict_priority(batch.set("error", torch.ones(2)))
+    assert rb.sampler.told[1:] == ([[1.0, 1.0]] if issubclass(sampler, Prioritized) else [])
+
+
+def test_a_child_that_empties_itself_as_in_torchrl_does_so_with_its_buffer():
+    class Emptied(RandomSampler):
+        def _empty(self):
+            self.is_empty = True
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(5), sampler=Emptied())
+    rb.empty()
+    assert rb.sampler.is_empty

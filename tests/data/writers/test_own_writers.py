@@ -175,6 +175,21 @@ def test_an_extend_around_the_parents_is_called_by_the_buffer():
     assert wide.extend(torch.arange(4).view(2, 2)).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
 
 
+def test_nothing_is_put_into_the_class_of_a_user():
+    members = {
+        "add": lambda self, data: 0, "extend": lambda self, data: [0], "_empty": lambda self: None, "_cursor": 0,
+        "__module__": __name__,
+    }  # fmt: skip
+    for base in (Writer, RoundRobinWriter, TensorDictMaxValueWriter):
+        assert vars(type("Mine", (base,), dict(members))).keys() - {"__doc__", "__orig_bases__"} == members.keys()
+
+
+def test_a_cursor_that_begins_in_the_class_goes_on_from_a_pickle_of_before():
+    writer = BeginsInTheClass.__new__(BeginsInTheClass)
+    writer.__setstate__({"_own_cursor": 3})
+    assert writer._cursor == 3
+
+
 def test_write_of_a_built_in_child_is_called_for_every_batch():
     class EverySecond(RoundRobinWriter, built_in=True):
         def write(self, storage, items, single, time_dim):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from engram.data.replay_buffers.writers.round_robin import Placing
+from engram.data.replay_buffers.writers.round_robin import write_plan
 from engram.pytree import get_entry, stack, to_tensor
 from engram.store.indexing import returned_index
 from engram.transforms.base import WriteRequest
@@ -157,8 +157,9 @@ class BatchWriter:
     ) -> None:
         self._storage, self._writer, self._sampler, self._time_dim = storage, writer, sampler, time_dim
         self._check_rows, self._tells_sampler = plan.check_rows, plan.is_told
+        self._write_rows, is_behind = write_plan(writer)
         #: Whether the storage may check and append in one call, if no priorities come with the data.
-        self.pushes = writer.placing is Placing.BEHIND and self._check_rows is None and not self._tells_sampler
+        self.pushes = is_behind and self._check_rows is None and not self._tells_sampler
         self.transform = transform
         self.priorities = priorities
         self._column_rows: ColumnRows | None = None
@@ -259,7 +260,7 @@ class BatchWriter:
         if self._check_rows is not None:
             checked = storage.check(items, single=single, time_dim=time_dim, index_key=self._writer.index_key)
             self._check_rows(checked.steps * math.prod(storage.env_shape))
-        slots = self._writer.write(storage, items, single, time_dim)
+        slots = self._write_rows(storage, items, single, time_dim)
         if priorities is not None:
             assert self.priorities is not None
             self.priorities.set(slots, priorities)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, ClassVar, Generic, Literal, NoReturn, Protocol, TypeAlias, overload
@@ -21,9 +21,8 @@ from torch._dynamo import trace_rules
 from typing_extensions import Never, Self, TypedDict, TypeVar, Unpack
 
 from engram._advice import advised
-from engram._arguments import BUILT_IN
 from engram._checks import count_or_none
-from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, pickle_by_state, refuse_what_stays
+from engram._copies import LEFT_OUT, Computed, CopyForm, MadeFromParts, PartlyCopied, SentByState, refuse_what_stays
 from engram._generator import Generator, is_state
 from engram._system import set_state, state_of
 from engram._text import warn_user
@@ -161,7 +160,7 @@ _ENDED_BY_FAILURE = ("add", "extend", "sample")  # see `ReplayBuffer.report_fail
 
 
 @advised
-class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
+class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
     """Stores what environments produce and hands back training batches.
 
     For type checkers it is generic in what it holds: `ReplayBuffer[TensorDict]`, `ReplayBuffer[dict[str, Tensor]]`.
@@ -325,8 +324,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     _entries: Entries | None = None  # that batches get at their root
     _make_default_writer: Callable[[], Writer] = RoundRobinWriter
     _is_shut_down = False
+    _extends_plainly: ClassVar[bool] = True  # of a class that has an `extend`: whether it is the library's
     _publisher: StatsPublisher | None = None
-    _extends_plainly: ClassVar[bool] = True  # by the library's own `extend`
     _failure: BaseException | None = None  # of what fills it in the background, to be raised by the next use
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("_parts", "_iteration", "_is_shut_down", "_publisher"), LEFT_OUT),
@@ -405,7 +404,8 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
     @property
     def column_rows(self) -> ColumnRows | None:
         """For collectors: rows to which columns are appended as they are; None where `extend` does more than that."""
-        plainly = self._extends_plainly and "extend" not in vars(self)
+        kind: Any = type(self)
+        plainly = _has_plain_extend(kind) and "extend" not in vars(self)
         return self._parts.batch_writer.column_rows if plainly else None
 
     def flush_transforms(self) -> Tensor:
@@ -934,9 +934,6 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         sampler = self._sampler
         if self._storage.ndim > 1:
             priority = in_index_order(self._storage, self._parts.time_dim, index, priority)
-        if type(sampler) in BUILT_IN:  # which takes its lock itself
-            sampler.update_priority(index, priority, generation=generation, storage=self._storage)
-            return
         with sampler.lock:
             if generation is None:  # which a sampler of a user's own may not take
                 sampler.update_priority(index, priority, storage=self._storage)
@@ -1246,18 +1243,16 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         return self._parts.saved_form(type(self).__name__, self._batch_size)
 
     # ---- copies: what `pickle` and `copy` make; what is sent to a process travels by `__getstate__` ----
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        definer = next(vars(kind) for kind in cls.__mro__ if "extend" in vars(kind))
-        cls._extends_plainly = bool(definer.get("_extends_plainly"))
-        pickle_by_state(cls, _check_sending)
-
     def _copy_form(self) -> CopyForm:
         def parts() -> tuple[Any, tuple[Any, ...]]:
             return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
 
         is_pickled = not self._storage.access.table.has_path
-        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=partial(_check_sending, self))
+        return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=self._check_sending)
+
+    def _check_sending(self) -> None:
+        refuse_what_stays(self._sampler)
+        refuse_what_stays(self._writer)
 
     def _complete_copy(self) -> None:
         # Steps that wait for their future are written by the process that they were given to.
@@ -1270,12 +1265,10 @@ class ReplayBuffer(MadeFromParts, PartlyCopied, Generic[T]):
         self._parts = self._join_parts()
 
 
-def _check_sending(buffer: ReplayBuffer[Any]) -> None:
-    refuse_what_stays(buffer._sampler)
-    refuse_what_stays(buffer._writer)
-
-
-pickle_by_state(ReplayBuffer, _check_sending)  # as `__init_subclass__` does for its children
+@functools.cache
+def _has_plain_extend(kind: Any) -> bool:
+    definer = next(vars(parent) for parent in kind.__mro__ if "extend" in vars(parent))
+    return bool(definer.get("_extends_plainly"))
 
 
 def sent_to_writers(buffer: Any) -> Any:

@@ -14,6 +14,7 @@ from engram.data.replay_buffers.buffers.buffer import ReplayBuffer, shown_buffer
 from engram.data.replay_buffers.buffers.parts import BufferParts, PartSettings
 from engram.data.replay_buffers.buffers.stats import BufferStats
 from engram.data.replay_buffers.reading.reader import BatchReader
+from engram.data.replay_buffers.samplers.base import plan_of
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.data.replay_buffers.writers.ensemble import WriterEnsemble
@@ -226,7 +227,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         Raises:
             KeyError: the batch has no such key, or no `"index"` with `"index"` and `"buffer_ids"`.
         """
-        if not self._sampler.takes_priorities:
+        if not self._parts.plan.takes_updates:
             return
         key = next((rb.priority_key for rb in self._members if hasattr(rb, "priority_key")), "td_error")
         for name in (key, "index"):
@@ -260,8 +261,9 @@ def _reader(
     parts = zip(rbs, storage.storages, sampler.members, collate_fns, strict=True)
     members = [rb._parts.member(rows, draws, rb.transform, collate) for rb, rows, draws, collate in parts]
     return BatchReader(
-        members, transform, chooser=sampler, collate_fn=settings.collate_fn, pin_memory=settings.pin_memory
-    )
+        members, transform, chooser=sampler, chooses_natively=plan_of(sampler, storage).takes_lock,
+        collate_fn=settings.collate_fn, pin_memory=settings.pin_memory,
+    )  # fmt: skip
 
 
 def _members(

@@ -16,7 +16,7 @@ from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPr
 from engram.data.replay_buffers.buffers.in_place import change_entries
 from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.reading.reader import BatchReader, Member
-from engram.data.replay_buffers.samplers.base import Sampler, user_object
+from engram.data.replay_buffers.samplers.base import Sampler, plan_of, user_object
 from engram.data.replay_buffers.samplers.epochs import check_full_batches
 from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
@@ -73,7 +73,7 @@ class BufferParts(StorageUser):
         make_reader: Callable[[], BatchReader] | None = None,
     ) -> None:
         sampler.check_storage(storage)
-        plan = sampler.draw_plan(storage)
+        self.plan = plan = plan_of(sampler, storage)
         if plan.full_batches:
             check_full_batches(settings.batch_size, storage)
         self.storage, self.sampler, self.writer, self.transform = storage, sampler, writer, transform
@@ -180,7 +180,7 @@ class BufferParts(StorageUser):
     def saved_form(self, kind: str, batch_size: int | None) -> SavedBuffer:
         """A buffer of these parts, as it is saved and loaded; `kind` is the name of its class."""
         transforms: SavedPart = saved_transforms(self.transform)
-        generator = SavedGenerator(self.generator, None, is_ours=True)
+        generator = SavedGenerator(self.generator, None)
         if self._members:
             transforms = SavedTransformsOfEach([self.transform, *(rb.transform for rb in self._members)])
             generator = SavedGenerators(self.generator, [rb.generator for rb in self._members])

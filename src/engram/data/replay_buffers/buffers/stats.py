@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from engram._figures import ReadAsMapping
 from engram._system import human_bytes
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, plan_of
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
@@ -87,7 +87,7 @@ class StepCount(NamedTuple):
 
 def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> StepCount:
     """Counts what is stored, with the trajectories as the sampler sees them, or as `index` does where it sees none."""
-    episodes = sampler.draw_plan(storage).episodes or index
+    episodes = plan_of(sampler, storage).episodes or index
     with sampler.lock, storage.mutex:
         return storage.access.validated(lambda: _counted(storage, episodes))
 

@@ -80,7 +80,7 @@ class TensorDictReplayBuffer(ReplayBuffer[TD]):
                 f"priorities come in a batch with keys, 'index' and {self._priority_key!r}, found a "
                 f"{type(data).__name__}; nothing was changed"
             )
-        if not self._sampler.takes_priorities:
+        if not self._parts.plan.takes_updates:
             return
         try:
             index, priority = data["index"], data[self._priority_key]

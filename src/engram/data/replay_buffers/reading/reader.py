@@ -13,7 +13,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 import engram._native as _native
-from engram._arguments import BUILT_IN
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reading.joining import (
     joint_tables,
@@ -23,7 +22,7 @@ from engram.data.replay_buffers.reading.joining import (
     transform_parts,
 )
 from engram.data.replay_buffers.reading.reuse import PREVENT_REUSE, may_reuse, why_not_reusable
-from engram.data.replay_buffers.samplers.base import Sampler
+from engram.data.replay_buffers.samplers.base import Sampler, plan_of
 from engram.data.replay_buffers.samplers.draw import Draw, EpochName, is_per_row
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble, choose_checked, ids_of, joined
 from engram.data.replay_buffers.samplers.runs import mark
@@ -109,14 +108,12 @@ class Member:
         self.transform = Compose() if transform is None else transform
         self.collate_fn = collate_fn
         self.with_generation = with_generation
-        self.plan = plan = sampler.draw_plan(storage)
+        self.plan = plan = plan_of(sampler, storage)
         #: Whether batches get the entries that a sampler of a user's own has for each row in its info.
-        self.attaches_info = attach is not None and not plan.is_ours
-        self.attach = attach if attach is None or plan.is_ours else partial(_attach_per_row, attach)
+        self.attaches_info = attach is not None and plan.own_info
+        self.attach = partial(_attach_per_row, attach) if attach is not None and plan.own_info else attach
         self.draws = 0  # so far: who undoes one must know that it was the last
-        self._may_end = plan.epoch is not None or not plan.is_ours
-        # Whether it takes the lock by itself, which is all that a draw needs.
-        self._draws_plainly = plan.is_ours and plan.epoch is None and not storage.read_only
+        self._draws_plainly = plan.takes_lock and not storage.read_only
         self._items = storage.access.item_reader
         self._stacks_items = collate_fn is collate_items
 
@@ -146,13 +143,17 @@ class Member:
         storage, plan = self.storage, self.plan
         reads_plainly = storage.ndim == 1 and isinstance(storage, TableStorage) and self.collate_fn is None
         entries_are_ours = self.attach is None or self.attach is index_and_weight
-        if not (reads_plainly and plan.is_ours and entries_are_ours):
+        if not (reads_plainly and entries_are_ours):
             return None
         draw = plan.native
         # Where only the store's counters are asked, another process may be replacing what else would be read.
         return None if draw is None or (storage.read_only and not draw.asks_counters_only) else draw
 
     # ---- drawing ----
+    def _is_over(self) -> bool:
+        """Whether the epoch of the last draw is over."""
+        return self.plan.ran_out is not None and self.plan.ran_out()
+
     def draw(self, n: int) -> Draw:
         """Draws n rows. Somebody else may empty or replace the rows: the read finds out which exist."""
         storage, sampler = self.storage, self.sampler
@@ -170,7 +171,7 @@ class Member:
                 draw = storage.access.validated(lambda: self.plan.draw(n), errors_only=not self.plan.can_repeat)
             else:
                 draw = self.plan.draw(n)
-            draw.last, draw.incarnation = self._may_end and sampler.ran_out, incarnation
+            draw.last, draw.incarnation = self._is_over(), incarnation
             if self.plan.epoch is not None:
                 draw.epoch = self.plan.epoch()
         return draw
@@ -280,7 +281,7 @@ class Member:
                 for part in [lost] if attempt < _ROUNDS else [[i] for i in reversed(lost)]:
                     anew, last = draw.rest is not None and len(part) >= len(draw.slots), draw.last
                     draw = draw.redraw(part)
-                    draw.last = last or (anew and sampler.ran_out)  # the rows are those of another draw
+                    draw.last = last or (anew and self._is_over())  # the rows are those of another draw
             draw.incarnation = incarnation
             read = self._read_rows(draw, None, generations, False)
             if read is None:
@@ -291,7 +292,7 @@ class Member:
             else:
                 draw.index = storage.from_slots(draw.slots)
                 return draw, batch, generation
-        if absent is not None and not self.plan.is_ours:
+        if absent is not None:
             raise IndexError(
                 f"{draw.kind}.sample returns slot {int(draw.slots[absent[0]])}, which holds no row; {len(storage)} "
                 "are stored"
@@ -319,6 +320,7 @@ class BatchReader:
     Args:
         transform: what whole batches go through.
         chooser: draws the members of each batch, which give equal parts of it; None: there is one table.
+        chooses_natively: whether native code may ask the chooser, as what it says needs no check.
         collate_fn: makes a batch of the list of the members' batches; they are stacked if None.
         reuse: batches may be read into tensors of earlier ones that nobody has any more.
     """
@@ -329,6 +331,7 @@ class BatchReader:
         transform: Compose,
         *,
         chooser: SamplerEnsemble | None = None,
+        chooses_natively: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         reuse: bool = False,
@@ -340,6 +343,7 @@ class BatchReader:
         self.collate_fn: Any = members[0].collate_fn if chooser is None else collate_fn
         self._storage = members[0].storage
         self._chooser = chooser
+        self._chooses_natively = chooses_natively
         self._has_epochs = any(member.plan.epoch is not None for member in members)
         # The one table, where a batch is what it gives: nothing is noted of a draw, or done with the batch.
         plain = chooser is None and not self._has_epochs and not pin_memory
@@ -365,7 +369,7 @@ class BatchReader:
         This is the one place where it is decided: when the parts are put together, and by what they are. Transforms are
         applied to what comes out.
         """
-        if self.pin_memory or not (self._chooser is None or (self._reads_at_once and type(self._chooser) in BUILT_IN)):
+        if self.pin_memory or not (self._chooser is None or (self._reads_at_once and self._chooses_natively)):
             return None
         draws = []
         for member in self.members:

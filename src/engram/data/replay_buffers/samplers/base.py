@@ -21,14 +21,14 @@ import engram._native as _native
 from engram._advice import advised
 from engram._arguments import BUILT_IN, KeepsArguments
 from engram._checks import is_integer
-from engram._copies import Computed, PartlyCopied, pickle_by_state
+from engram._copies import Computed, PartlyCopied, SentByState
 from engram._generator import Generator
 from engram._overrides import overrides
 from engram._system import drawing, fork_registry
 from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochName, Index
 from engram.data.replay_buffers.samplers.draw import EpochInfo as EpochInfo  # pickled infos name it here
-from engram.data.replay_buffers.state.parts import SavedPart
+from engram.data.replay_buffers.state.parts import SavedOwnPart, SavedPart, as_saved
 from engram.store.indexing import tensor_of, to_slots
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _copied_state(sampler: Sampler) -> StorageState:
 
 
 @advised
-class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
+class Sampler(SentByState, PartlyCopied, KeepsArguments, abc.ABC):
     """Chooses which stored steps a batch is made of.
 
     A sampler of your own is a class with `sample(storage, batch_size) -> (index, info)`; it need not inherit from this
@@ -176,31 +176,17 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     process among several learners, which from one seed draw other rows at each rank. At rank 0 draws are as without.
     """
 
-    # The names of methods that it has in place of those of `Sampler`, or beside them.
-    _own_methods: ClassVar[frozenset[str]] = frozenset()
     # The generator comes with its buffer. Tensors that are sent to another process stay shared with it.
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("lock", "_generator", "_seed", "_seed_view")),
         "storage_state": Computed(_copied_state),
     }
     storage_state: StorageState = _NOTHING
-    #: Whether `update_priority` does anything.
-    takes_priorities: Any = False
     # Brings the attributes of a sampler that an earlier version pickled to their present form; None: they have it.
     _of_earlier_pickle: ClassVar[Any] = None
     _rank = 0  # the number of this process among several learners
     #: Held by whoever draws, changes what decides the draws, or reads it. Taken before a storage's mutex.
     lock: Any = _NO_LOCK
-
-    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(built_in=built_in, **kwargs)
-        own = overrides(cls, Sampler)
-        if "_empty" in vars(cls) and "empty" not in own:
-            cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls, cls._check_sending)
-        cls._own_methods = own
-        if "takes_priorities" not in vars(cls):
-            cls.takes_priorities = "update_priority" in own
 
     def __init__(self, compilable: bool = False, *, rank: int = 0) -> None:
         if not is_integer(rank, 0):
@@ -256,6 +242,10 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
 
     def empty(self) -> None:
         """Forgets what was stored."""
+        self._empty()
+
+    def _empty(self) -> None:
+        """What `empty` does; by this name a child may have it, too."""
         with self.lock:
             self.storage_state.empty()
 
@@ -277,7 +267,7 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             5.0
         """
         raise TypeError(
-            f"draws of a {self.saved_form.kind} cannot be divided among several storages; RandomSampler, "
+            f"draws of a {type(user_object(self)).__name__} cannot be divided among several storages; RandomSampler, "
             "PrioritizedSampler, SliceSampler and PrioritizedSliceSampler can"
         )
 
@@ -383,29 +373,30 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
     def saved_form(self) -> SavedPart:
         """This sampler, as it is saved and loaded with a buffer."""
         form = SavedPart if self.storage_state is _NOTHING else _SavedSampler
-        return form(self, type(self).__name__, is_ours=type(self) in BUILT_IN, settings=self._config(), owner="sampler")
+        return as_saved(form(self, type(self).__name__, settings=self._config(), owner="sampler"))
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         """How it draws from a storage, for the buffer that puts the two together."""
-        own, is_ours = self._own_methods, type(self) in BUILT_IN
         has_epochs = self.storage_state.number is not None
         return DrawPlan(
             partial(self._draw_batch, storage), _rows_of_batch, partial(_cursor, self), partial(_put_back, self),
-            is_ours=is_ours, epoch=partial(_epoch_of, self) if has_epochs else None,
-            takes_priorities="checked_priorities" in own, is_told="add" in own or "extend" in own,
+            takes_lock=not has_epochs, ran_out=partial(_ran_out, self) if has_epochs else None,
+            epoch=partial(_epoch_of, self) if has_epochs else None,
         )  # fmt: skip
 
     # ---- between the parts of a buffer: drawing ----
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        """Draws a batch, with all that is needed to read it; errors as `checked_draw`."""
-        is_ours = type(self) in BUILT_IN
-        index, info = self.sample(storage, batch_size) if is_ours else sample_checked(self, storage, batch_size)
-        slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
-        kind = type(self if is_ours else user_object(self)).__name__
-        return Draw(index, slots, info, kind, partial(self._draw_batch, storage))
+        """Draws a batch, with all that is needed to read it."""
+        drawn = self.sample(storage, batch_size)
+        return self.as_draw(storage, drawn, partial(self._draw_batch, storage), batch_size)
 
-    def _check_sending(self) -> None:
-        """RuntimeError where it must not be sent to another process, alone or in a buffer."""
+    def as_draw(
+        self, storage: Storage, drawn: tuple[Index, dict[Any, Any]], draw: Callable[[int], Draw], batch_size: int
+    ) -> Draw:
+        """What `sample` returned for this batch size, with all that is needed to read it; `draw` draws others."""
+        index, info = drawn
+        slots = index if type(index) is Tensor else to_slots(index, storage.env_shape, storage.max_size or 0)
+        return Draw(index, slots, info, type(user_object(self)).__name__, draw)
 
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Called in a worker process of a data loader, which draws with a copy of this sampler.
@@ -416,11 +407,6 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
             RuntimeError: it cannot be told apart from the copies of the other workers.
         """
         self._check_sending()
-        if type(self) in BUILT_IN and "ran_out" in self._own_methods and share.workers > 1:
-            raise RuntimeError(
-                f"every worker of this data loader would give all of the epochs of a {type(self).__name__}; use "
-                "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
-            )
 
     def _draw_seed(self, storage: Storage, lanes: Lanes | None) -> Tensor:
         """int64 [1] from the generator; the same tensor at every call. `lanes` are the storage's.
@@ -452,8 +438,21 @@ class Sampler(PartlyCopied, KeepsArguments, abc.ABC):
         return f"{type(self).__name__}()"
 
 
+def refuse_several_epochs(sampler: Sampler, share: WorkerShare) -> None:
+    """RuntimeError where each of several workers would draw the whole epochs of its copy of this sampler."""
+    if share.workers > 1:
+        raise RuntimeError(
+            f"every worker of this data loader would give all of the epochs of a {type(sampler).__name__}; use "
+            "num_workers=1, or a SamplerWithoutReplacement, of whose epochs each worker gives a part"
+        )
+
+
 def _rows_of_batch(n: int) -> int:
     return n
+
+
+def _ran_out(sampler: Sampler) -> bool:
+    return sampler.ran_out
 
 
 def _epoch_of(sampler: Sampler) -> EpochName:
@@ -486,8 +485,6 @@ class _SavedSampler(SavedPart):
         return self.part.state_dict()
 
     def frozen_state(self, storage: Any) -> Any:
-        if not self.is_ours:  # a user's class may say its state otherwise
-            return super().frozen_state(storage)
         self.sync(storage)
         with self.part.lock:
             return {**copy.deepcopy(dict(self._settings)), **self.part.storage_state.frozen_state()}
@@ -518,7 +515,7 @@ class _SavedSampler(SavedPart):
             self.part.storage_state.find(storage)
 
 
-class _AdaptedSampler(Sampler):
+class _AdaptedSampler(Sampler, built_in=True):
     """A sampler of a user's own that is no `Sampler`, with what it leaves out."""
 
     def __init__(self, sampler: Any) -> None:
@@ -538,14 +535,12 @@ class _AdaptedSampler(Sampler):
     @property
     def saved_form(self) -> SavedPart:
         has_state = {"state_dict", "load_state_dict"} <= self._has
-        return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
+        return SavedOwnPart(SavedPart(self, type(self._own).__name__), self._own, has_state=has_state)
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         has = self._has
-        return super().draw_plan(storage)._replace(
-            most_rows=_unknown_rows, can_repeat="ran_out" not in has, takes_priorities="checked_priorities" in has,
-            is_told="add" in has or "extend" in has,
-        )  # fmt: skip
+        plan = super().draw_plan(storage)._replace(most_rows=_unknown_rows, can_repeat="ran_out" not in has)
+        return _own_plan(plan, self, storage, has)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         drawn: tuple[Index, dict[str, Any]] = self._own.sample(storage, batch_size)
@@ -573,10 +568,6 @@ class _AdaptedSampler(Sampler):
 
     def extend(self, index: Any) -> None:
         self._call("extend", index)
-
-    @property
-    def takes_priorities(self) -> bool:
-        return "update_priority" in self._has
 
     def update_priority(self, index: Any, priority: Any, **more: Any) -> None:
         self._call("update_priority", index, priority, **more)
@@ -640,11 +631,34 @@ def as_sampler(sampler: Any) -> Sampler:
     return _AdaptedSampler(sampler)
 
 
+def plan_of(sampler: Sampler, storage: Storage) -> DrawPlan:
+    """How a sampler draws from a storage, which may be a child of a user's own: what it returns is checked."""
+    plan = sampler.draw_plan(storage)
+    return plan if type(sampler) in BUILT_IN else _own_plan(plan, sampler, storage, overrides(type(sampler), Sampler))
+
+
+def _own_plan(plan: DrawPlan, sampler: Sampler, storage: Storage, own: frozenset[str]) -> DrawPlan:
+    """The plan of a sampler of a user's own, which has these members in place of those of `Sampler`, or beside them.
+
+    It draws under its lock, one draw at a time; what it says of an epoch, of priorities and of rows is asked of itself.
+    """
+    return plan._replace(
+        draw=partial(_draw_checked, sampler, storage), native=None, is_loose=None, takes_lock=False, own_info=True,
+        ran_out=partial(_ran_out, sampler), takes_priorities="checked_priorities" in own,
+        takes_updates="update_priority" in own, is_told="add" in own or "extend" in own,
+    )  # fmt: skip
+
+
 # ---- what a sampler of a user's own returns ----
+def _draw_checked(sampler: Sampler, storage: Storage, batch_size: int) -> Draw:
+    """The draw of a sampler of a user's own; errors as `checked_draw`."""
+    drawn = sample_checked(sampler, storage, batch_size)
+    return sampler.as_draw(storage, drawn, partial(_draw_checked, sampler, storage), batch_size)
+
+
 def sample_checked(sampler: Sampler, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
     """What `sample` returns, in the form that the library's own samplers give it; errors as `checked_draw`."""
-    drawn = sampler.sample(storage, batch_size)
-    return drawn if type(sampler) in BUILT_IN else checked_draw(drawn, storage, type(user_object(sampler)).__name__)
+    return checked_draw(sampler.sample(storage, batch_size), storage, type(user_object(sampler)).__name__)
 
 
 def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[str, Any]]:

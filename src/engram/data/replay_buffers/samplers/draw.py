@@ -43,20 +43,21 @@ class DrawPlan(NamedTuple):
         cursor: what a draw changes, for `put_back`: taken before every batch that is prepared ahead, so small. The
             caller holds the lock.
         put_back: goes back to where the sampler stood at a cursor, to draw the same again.
-        is_ours: whether the sampler is of the library's own class, and keeps to what these do: `sample` takes the lock,
-            and gives slots where a storage has one dimension. A child that a user writes keeps to neither.
+        takes_lock: whether `draw` takes the lock by itself, which is all that it needs.
+        ran_out: whether the epoch of the last draw is over; None: there are no epochs. The caller holds the lock.
+        own_info: whether its info has what a sampler of a user's own says of each row, which batches have, too.
         native: draws the rows of a batch inside the one native call that makes it, the same as `draw` would; None: only
             `draw` does. The rows are looked at before it draws and after they were read.
         episodes: the trajectories that it draws from; None: it draws steps.
         is_loose: says whether the rows of a batch do not follow each other in time; None: they do, or it is not known.
-        epoch: names the epoch of the last draw; `ran_out` of the sampler says whether that is over. None: there are no
-            epochs. The caller holds the lock.
+        epoch: names the epoch of the last draw; None: there are none that are known. The caller holds the lock.
         can_repeat: whether a draw that is not believed may be made again; an epoch would leave out the rows of the
             first one.
         full_batches: whether batches that are not full are left out.
         check_rows: called before each write with the number of rows: a ValueError where the storage with these would
             hold more than the sampler can. None: it can hold what the storage can.
         takes_priorities: whether the sampler takes the priorities that come with data.
+        takes_updates: whether its `update_priority` does anything.
         is_told: whether its `add` and `extend` are called after each write.
     """
 
@@ -64,7 +65,9 @@ class DrawPlan(NamedTuple):
     most_rows: Callable[[int], int | None]
     cursor: Callable[[], Any]
     put_back: Callable[[Any], None]
-    is_ours: bool
+    takes_lock: bool = True
+    ran_out: Callable[[], bool] | None = None
+    own_info: bool = False
     native: _native.RowDraw | None = None
     episodes: EpisodeIndex | None = None
     is_loose: Callable[[], bool] | None = None
@@ -73,6 +76,7 @@ class DrawPlan(NamedTuple):
     full_batches: bool = False
     check_rows: Callable[[int], None] | None = None
     takes_priorities: bool = False
+    takes_updates: bool = False
     is_told: bool = False
 
 

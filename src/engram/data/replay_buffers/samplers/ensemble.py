@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from engram import _forms as forms
-from engram._arguments import BUILT_IN
 from engram._checks import count_or_none
 from engram._copies import refuse_what_stays
 from engram._generator import Generator
 from engram._system import drawing
-from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, sample_checked, user_object
-from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart
+from engram.data.replay_buffers.samplers.base import (
+    Sampler,
+    WorkerShare,
+    as_sampler,
+    plan_of,
+    refuse_several_epochs,
+    sample_checked,
+    user_object,
+)
+from engram.data.replay_buffers.samplers.draw import DrawPlan
+from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart, as_saved
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import to_tensor
 
@@ -175,9 +183,10 @@ class SamplerEnsemble(Sampler, built_in=True):
             for sampler in self.members:
                 sampler.use_generator(generator)
 
-    @property
-    def takes_priorities(self) -> bool:
-        return any(sampler.takes_priorities for sampler in self.members)
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        members = zip(self.members, storage.storages, strict=True)  # type: ignore[attr-defined]
+        updated = any(plan_of(sampler, member).takes_updates for sampler, member in members)
+        return super().draw_plan(storage)._replace(takes_updates=updated)
 
     def update_priority(
         self,
@@ -226,6 +235,10 @@ class SamplerEnsemble(Sampler, built_in=True):
         for sampler in self.members:
             sampler.empty()
 
+    def _split_among_workers(self, share: WorkerShare) -> None:
+        super()._split_among_workers(share)
+        refuse_several_epochs(self, share)
+
     # ---- state ----
     def _check_sending(self) -> None:
         for sampler in self.members:
@@ -243,7 +256,7 @@ class SamplerEnsemble(Sampler, built_in=True):
     def saved_form(self) -> SavedPart:
         settings = {"sample_from_all": self.sample_from_all, "num_buffer_sampled": self.num_buffer_sampled}
         members = [sampler.saved_form for sampler in self.members]
-        return _SavedSamplers("samplers", self, is_ours=type(self) in BUILT_IN, members=members, settings=settings)
+        return as_saved(_SavedSamplers("samplers", self, members=members, settings=settings))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.saved_form.check_fits(state)
@@ -261,8 +274,6 @@ class SamplerEnsemble(Sampler, built_in=True):
 def choose_checked(sampler: SamplerEnsemble, batch_size: int) -> tuple[list[int], int]:
     """What `choose` gives; ValueError where that of a user's own class is not what it must be."""
     ids, rows = sampler.choose(batch_size)
-    if type(sampler) in BUILT_IN:
-        return ids, rows
     members = len(sampler)
     whole = isinstance(ids, list) and all(type(i) is int and 0 <= i < members for i in ids)
     if not whole or not ids or type(rows) is not int or rows < 1:

@@ -614,7 +614,9 @@ class PrioritizedSampler(Sampler, built_in=True):
         limited = _room(self.storage_state.max_capacity, storage) is not None
         check_rows = partial(self._check_rows, storage) if limited else None
         plan = super().draw_plan(storage)
-        return plan._replace(native=native, check_rows=check_rows, is_loose=lambda: plan.is_ours)
+        return plan._replace(
+            native=native, check_rows=check_rows, is_loose=lambda: True, takes_priorities=True, takes_updates=True
+        )
 
     def _follow(self, storage: Storage) -> tuple[_native.Priorities, float, bool] | None:
         """Priorities of the storage's steps, beta, and whether weights are float64; None: `sample` draws."""
@@ -624,8 +626,8 @@ class PrioritizedSampler(Sampler, built_in=True):
             return None
         return table.following(storage, lanes), table.beta, dtype is torch.float64
 
-    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        draw = super()._draw_batch(storage, batch_size)
+    def as_draw(self, *drawn: Any) -> Draw:
+        draw = super().as_draw(*drawn)
         if type(draw.info) is DrawnInfo:  # a child of a user's own may give another info
             # A row that came in the place of the one that was drawn would have that one's weight.
             draw.seen, draw.store = draw.info.drawn, draw.info.store

@@ -67,7 +67,7 @@ class RandomSampler(Sampler, built_in=True):
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
         plan = super().draw_plan(storage)
-        return plan._replace(native=_native.UniformDraw(self, drawing), is_loose=lambda: plan.is_ours)
+        return plan._replace(native=_native.UniformDraw(self, drawing), is_loose=lambda: True)
 
     def totals(self, storage: Storage, batch_size: int | None = None, *, newest: bool = True) -> DrawTotals:
         return DrawTotals(float(rows_left(storage)))
@@ -173,7 +173,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         plan = super().draw_plan(storage)
         return plan._replace(
             most_rows=lambda n: min(n, rows_left(storage)), full_batches=self.drop_last,
-            native=_native.EpochDraw(partial(self._running, storage)), is_loose=lambda: plan.is_ours and self.shuffle,
+            native=_native.EpochDraw(partial(self._running, storage)), is_loose=lambda: self.shuffle,
         )  # fmt: skip
 
     def _running(self, storage: Storage) -> tuple[_native.EpochWalk, dict[str, Any]] | None:
@@ -200,8 +200,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         with self.lock:
             return self.storage_state.rest()
 
-    def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        draw = super()._draw_batch(storage, batch_size)
+    def as_draw(self, storage: Storage, *drawn: Any) -> Draw:
+        draw = super().as_draw(storage, *drawn)
         # A child of a user's own may give another info.
         if isinstance(draw.info, EpochInfo) and not self.storage_state.drop_last:
             draw.rest = partial(self._draw_more, storage, draw.info.epoch)

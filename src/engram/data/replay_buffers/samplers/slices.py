@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,13 +14,14 @@ from typing_extensions import Self
 
 import engram._native as _native
 from engram._advice import advised
-from engram._arguments import BUILT_IN
 from engram._checks import count, count_or_none, is_integer
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     DrawTotals,
     Sampler,
     StateSetting,
+    WorkerShare,
+    refuse_several_epochs,
     stored_rows,
 )
 from engram.data.replay_buffers.samplers.draw import Draw, DrawPlan, EpochInfo, Index, Mark
@@ -116,6 +118,12 @@ def _is_setting(kind: type, name: str) -> bool:
     return isinstance(inspect.getattr_static(kind, name, None), RuleSetting)
 
 
+@functools.cache
+def _own_settings_of(kind: type[SliceSampler]) -> tuple[str, ...]:
+    """The settings that a user's own class has in a way of its own."""
+    return tuple(name for name in _settings_of(kind) if not _is_setting(kind, name))
+
+
 @advised
 class SliceSampler(Sampler, built_in=True):
     """Slices of trajectories: a trajectory uniformly among those that are long enough, then a start uniformly.
@@ -179,12 +187,6 @@ class SliceSampler(Sampler, built_in=True):
     _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_plan": None}
     # Its settings as data, which are replaced as a whole; of a class, what its settings do not say.
     _rule = RunRule()
-    # The settings that a user's own class has in a way of its own.
-    _own_settings: ClassVar[tuple[str, ...]] = ()
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls._own_settings = tuple(name for name in _settings_of(cls) if not _is_setting(cls, name))
 
     def __new__(cls, *args: Any, replacement: bool = True, **settings: Any) -> Self:
         kind: Any = SliceSamplerWithoutReplacement if cls is SliceSampler and not replacement else cls
@@ -274,7 +276,7 @@ class SliceSampler(Sampler, built_in=True):
 
     def _rule_now(self) -> RunRule:
         """Its settings, with those that a user's own class has in a way of its own as they are now."""
-        own = self._own_settings
+        own = _own_settings_of(type(self))
         return self._rule._replace(**{name: getattr(self, name) for name in own}) if own else self._rule
 
     # ---- drawing ----
@@ -292,7 +294,7 @@ class SliceSampler(Sampler, built_in=True):
     def _draw_runs(self, storage: Storage, batch_size: int) -> tuple[RunPlan, Tensor, dict[Any, Any]]:
         """Slots of a batch and what is said of them, without flags; by which plan they were drawn."""
         with self.lock:
-            plan, rule = self._plan, self._rule_now() if self._own_settings else self._rule
+            plan, rule = self._plan, self._rule_now()
             if plan is None or plan.batch_size != batch_size or plan.rule is not rule:
                 self._plan = plan = rule.plan(batch_size)
             slices = self._slices(storage, plan.native, plan.n)
@@ -300,18 +302,19 @@ class SliceSampler(Sampler, built_in=True):
         return plan, slices.slots(), info
 
     def _draw_batch(self, storage: Storage, batch_size: int) -> Draw:
-        if type(self) in BUILT_IN:
-            plan, slots, info = self._draw_runs(storage, batch_size)  # the buffer reads rows with their flags
-            index: Index = storage.from_slots(slots) if storage.ndim > 1 else slots
-            return self._draw_of(storage, plan.marking, index, slots, info)
-        drawn = super()._draw_batch(storage, batch_size)
-        if "slices" not in drawn.info:
-            return drawn  # steps of its own choice
+        plan, slots, info = self._draw_runs(storage, batch_size)  # the buffer reads rows with their flags
+        index: Index = storage.from_slots(slots) if storage.ndim > 1 else slots
+        return self._draw_of(storage, plan.marking, index, slots, info)
+
+    def as_draw(self, storage: Storage, drawn: Any, draw: Callable[[int], Draw], batch_size: int) -> Draw:
+        plain = super().as_draw(storage, drawn, draw, batch_size)
+        if "slices" not in plain.info:
+            return plain  # steps of a child's own choice
         marking = self._rule_now().marking()
-        self._check_slots(storage, marking, drawn.slots, drawn.info["slices"])
-        draw = self._draw_of(storage, marking, drawn.index, drawn.slots, drawn.info)
-        draw.anew = partial(self._draw_batch, storage, batch_size)
-        return draw
+        self._check_slots(storage, marking, plain.slots, plain.info["slices"])
+        runs = self._draw_of(storage, marking, plain.index, plain.slots, plain.info)
+        runs.anew = partial(draw, batch_size)
+        return runs
 
     def _draw_of(
         self, storage: Storage, marking: Marking, index: Index, slots: Tensor, info: dict[Any, Any]
@@ -409,7 +412,7 @@ class SliceSampler(Sampler, built_in=True):
     @classmethod
     def _of_earlier_pickle(cls, attributes: dict[str, Any]) -> None:
         if "_rule" not in attributes:
-            names = [name for name in _settings_of(cls) if name in attributes and name not in cls._own_settings]
+            names = [name for name in _settings_of(cls) if name in attributes and name not in _own_settings_of(cls)]
             attributes["_rule"] = cls._rule._replace(**{name: attributes.pop(name) for name in names})
         attributes.setdefault("storage_state", UniformRuns())
 
@@ -483,6 +486,10 @@ class SliceSamplerWithoutReplacement(SliceSampler, built_in=True):
     @property
     def ran_out(self) -> bool:
         return self.storage_state.ran_out
+
+    def _split_among_workers(self, share: WorkerShare) -> None:
+        super()._split_among_workers(share)
+        refuse_several_epochs(self, share)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, drop_last={self.drop_last}, shuffle={self.shuffle})"

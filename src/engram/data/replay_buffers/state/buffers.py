@@ -110,7 +110,7 @@ class BufferLoad:
         """Around a look at a part's state: a ValueError of a built-in part means that the state is damaged; one that a
         user's own part raises is its own error.
         """
-        return as_damage(self._malformed, "this buffer", part.all_ours)
+        return as_damage(self._malformed, "this buffer", part.damage)
 
     def run(self, rows: RowsPlan | None) -> None:
         """Commits it, with its rows where there is a plan for them; after an error the buffer is as it was.
@@ -284,9 +284,9 @@ def _copied(cls: Any, attributes: dict[str, Any], states: dict[str, Any]) -> Any
 
 def save_buffer(buffer: SavedBuffer, path: Path, keep_last: int) -> str:
     """Saves every part as one snapshot, and returns its name."""
-    storage = buffer.storage
-    source = storage.checkpointer.source(storage.saved_form)
-    return save_snapshot(path, buffer.components(), (storage.checkpointer, source), keep_last=keep_last)
+    checkpointer = buffer.storage.checkpointer
+    source = checkpointer.source(buffer.storage.saved_form)
+    return save_snapshot(path, buffer.components(), (checkpointer, source), keep_last=keep_last)
 
 
 def save_in_background(buffer: SavedBuffer, path: Path, keep_last: int) -> SaveHandle:
@@ -393,7 +393,7 @@ _STATE = forms.record({}, {"_batch_size": forms.nullable(forms.integer(1))})
 
 def load_buffer_state(buffer: SavedBuffer, state: dict[str, Any]) -> None:
     """Loads what `buffer_state` gave."""
-    with as_damage(_misfit, "this buffer", is_ours=True):
+    with as_damage(_misfit, "this buffer"):
         forms.check(_STATE, state, "the state of the buffer")
     missing = [f"it has no {part}" for part in (*PARTS, "transform") if part not in state]
     if missing:

@@ -36,9 +36,10 @@ class SavedGenerator(SavedPart):
     def check(self, state: Any, storage: Any) -> None:
         if state is not None and self.part is not None:
             # Into one of the same kind, which stands anywhere.
-            is_ours = isinstance(self.part, Generator)
             try:
-                set_state(Generator() if is_ours else torch.Generator(device=self.part.device), state)
+                set_state(
+                    Generator() if isinstance(self.part, Generator) else torch.Generator(device=self.part.device), state
+                )
             except RuntimeError as error:  # as torch's generators refuse a state
                 raise ValueError(f"the state of the generator is none: {error}") from None
 
@@ -60,8 +61,8 @@ class SavedGenerators(SavedGenerator):
     def __init__(
         self, own: torch.Generator | Generator | None, members: Sequence[torch.Generator | Generator | None]
     ) -> None:
-        super().__init__(own, None, is_ours=True)
-        self._own, *self._each = [SavedGenerator(one, None, is_ours=True) for one in (own, *members)]
+        super().__init__(own, None)
+        self._own, *self._each = [SavedGenerator(one, None) for one in (own, *members)]
 
     def state(self, storage: Any) -> Any:
         own, members = self._own.state(storage), [each.state(storage) for each in self._each]

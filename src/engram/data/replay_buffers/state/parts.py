@@ -22,13 +22,12 @@ class SavedPart:
     Args:
         part: has `state_dict` and `load_state_dict`.
         kind: the name that its state is saved under; None: it is saved without one, and fits by its content.
-        is_ours: whether its class is the library's own. Such a part never changes the value of an attribute in place,
-            and an error at a saved state means that the state is damaged. A child that a user writes keeps to neither.
-        given: the user's object, if `part` is an adapter of it.
         members: the parts that it consists of.
         settings: that a state must have been saved with; `owner` is what has them.
         beside_rows: its state without what follows from the rows, if that is not all that `state_dict` returns.
-        has_state: whether the user's object has `state_dict` and `load_state_dict`.
+
+    It never changes the value of an attribute in place, and an error at a saved state means that this is damaged. A
+    part of a user's own keeps to neither: `SavedOwnPart`.
     """
 
     def __init__(
@@ -36,21 +35,20 @@ class SavedPart:
         part: Any,
         kind: str | None,
         *,
-        is_ours: bool,
-        given: Any = None,
         members: Sequence[SavedPart] = (),
         settings: Mapping[str, Any] | None = None,
         owner: str = "part",
         beside_rows: dict[str, Any] | None = None,
-        has_state: bool = True,
     ) -> None:
-        self.part, self.kind, self.is_ours = part, kind, is_ours
-        self.given = part if given is None else given
-        self.members = members
-        #: Whether it and the parts that it consists of are of the library's own classes.
-        self.all_ours: bool = is_ours and (not members or all(member.all_ours for member in members))
+        self.part, self.kind, self.members = part, kind, members
+        #: The object that the user gave, if `part` is an adapter of it.
+        self.given = part
         self._settings, self._owner, self._beside_rows = settings or {}, owner, beside_rows
-        self._has_state = has_state
+        #: Which errors at a saved state say that this is damaged; others are those of a part of a user's own.
+        self.damage: type[ValueError] = ValueError
+        for member in members:
+            if member.damage is not ValueError:
+                self.damage = member.damage
 
     # ---- saving ----
     def state(self, storage: Any) -> Any:
@@ -80,10 +78,9 @@ class SavedPart:
         Raises:
             ValueError: no such part can have saved it.
         """
-        if self.is_ours or self._settings:
-            forms.check(
-                forms.record({}, dict.fromkeys(self._settings, forms.plain)), state, f"the state of the {self._owner}"
-            )
+        forms.check(
+            forms.record({}, dict.fromkeys(self._settings, forms.plain)), state, f"the state of the {self._owner}"
+        )
         return [
             f"the {self._owner} has {name}={mine!r} here, {state.get(name)!r} there"
             for name, mine in self._settings.items()
@@ -124,16 +121,64 @@ class SavedPart:
         return restore
 
     def _own_restore_point(self) -> Callable[[], None]:
-        if self._has_state and not self.is_ours:
-            return functools.partial(self._load_again, copy.deepcopy(self.part.state_dict()))
+        return functools.partial(_set_attributes, self.part, dict(vars(self.part)))
+
+
+class SavedOwnPart(SavedPart):
+    """A part of a user's own: a child's, in the form that its parent has, or another object's.
+
+    Args:
+        form: how it is saved and loaded; of an object that is no child, this changes nothing of its state.
+        given: the user's object, if the form's `part` is an adapter of it.
+        has_state: whether it has `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, form: SavedPart, given: Any = None, *, has_state: bool = True) -> None:
+        super().__init__(form.part, form.kind, members=form.members)
+        self.given = form.part if given is None else given
+        self._form, self._has_state = form, has_state
+        self.damage = forms.WrongFormError
+
+    def state(self, storage: Any) -> Any:
+        return self._form.state(storage)
+
+    def check_fits(self, state: Any) -> None:
+        self._form.check_fits(state)
+
+    def differences(self, state: Any) -> list[str]:
+        # An object that is no child has a state of any form.
+        return self._form.differences(state) if self.given is self.part else []
+
+    def check(self, state: Any, storage: Any) -> None:
+        self._form.check(state, storage)
+
+    def load(self, state: Any) -> None:
+        self._form.load(state)
+
+    def empty(self) -> None:
+        self._form.empty()
+
+    def rebase(self, storage: Any) -> None:
+        self._form.rebase(storage)
+
+    def sync(self, storage: Any) -> None:
+        self._form.sync(storage)
+
+    def find(self, storage: Any) -> None:
+        self._form.find(storage)
+
+    def _own_restore_point(self) -> Callable[[], None]:
+        if self._has_state:
+            return functools.partial(_load_again, self.part, self.given, copy.deepcopy(self.part.state_dict()))
         try:
             return functools.partial(_set_attributes, self.given, dict(vars(self.given)))
         except TypeError:  # an object without attributes
             return lambda: None
 
-    def _load_again(self, state: Any) -> None:
-        with logging_errors(self.given):
-            self.part.load_state_dict(state)
+
+def as_saved(form: SavedPart) -> SavedPart:
+    """How a part is saved and loaded that may be a child of a user's own."""
+    return form if type(form.part) in BUILT_IN else SavedOwnPart(form)
 
 
 class SavedTransforms(SavedPart):
@@ -149,20 +194,21 @@ class SavedTransforms(SavedPart):
             self.part.load_state_dict(state)
 
 
-def saved_transforms(compose: Compose) -> SavedTransforms:
+def saved_transforms(compose: Compose) -> SavedPart:
     """The transforms of a buffer, as they are saved and loaded."""
-    members: list[SavedPart] = []
-    for one in compose.transforms:
-        alone = SavedPart(one, one.kind, is_ours=type(one) in BUILT_IN)
-        members.append(saved_transforms(one) if isinstance(one, Compose) else alone)
-    return SavedTransforms(compose, None, is_ours=type(compose) in BUILT_IN, members=members)
+    members = [
+        saved_transforms(one) if isinstance(one, Compose) else as_saved(SavedPart(one, one.kind))
+        for one in compose.transforms
+    ]
+    form = SavedTransforms(compose, None, members=members)
+    return form if type(compose) is Compose else as_saved(form)
 
 
 class SavedTransformsOfEach(SavedPart):
     """The common transform of an ensemble, and those of its members."""
 
     def __init__(self, each: list[Compose]) -> None:
-        super().__init__(each[0], None, is_ours=True, members=[saved_transforms(one) for one in each])
+        super().__init__(each[0], None, members=[saved_transforms(one) for one in each])
 
     def state(self, storage: Any) -> Any:
         return {"each": [each.state(storage) for each in self.members]}
@@ -194,8 +240,8 @@ class SavedEnsemble(SavedPart):
         Others: as SavedPart.
     """
 
-    def __init__(self, name: str, part: Any, *, is_ours: bool, members: Sequence[SavedPart], **others: Any) -> None:
-        super().__init__(part, type(part).__name__, is_ours=is_ours, members=members, owner="ensemble", **others)
+    def __init__(self, name: str, part: Any, *, members: Sequence[SavedPart], **others: Any) -> None:
+        super().__init__(part, type(part).__name__, members=members, owner="ensemble", **others)
         self._name = name
 
     def differences(self, state: Any) -> list[str]:
@@ -241,6 +287,11 @@ def logging_errors(part: Any) -> Iterator[None]:
     except Exception:
         kind = type(part).__name__
         log.exception("after a load that failed, a %s cannot go back to its state of before", kind)
+
+
+def _load_again(part: Any, given: Any, state: Any) -> None:
+    with logging_errors(given):
+        part.load_state_dict(state)
 
 
 def _set_attributes(part: Any, before: dict[str, Any]) -> None:

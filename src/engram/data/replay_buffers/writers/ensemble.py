@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engram._arguments import BUILT_IN
-from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart
+from engram._overrides import overrides
+from engram.data.replay_buffers.state.parts import SavedEnsemble, SavedPart, as_saved
 from engram.data.replay_buffers.writers.round_robin import Placing, Writer, as_writer, given_writer
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class WriterEnsemble(Writer, built_in=True):
     @property
     def saved_form(self) -> SavedPart:
         members = [writer.saved_form for writer in self._writers]
-        kind = SavedEnsemble if self._says_its_state else _SavedWriters
-        return kind("writers", self, is_ours=type(self) in BUILT_IN, members=members)
+        says_its_state = "state_dict" in overrides(type(self), WriterEnsemble)
+        kind = SavedEnsemble if says_its_state else _SavedWriters
+        return as_saved(kind("writers", self, members=members))
 
     def state_dict(self) -> dict[str, Any]:
         return {"writers": [{"kind": w.saved_form.kind, "state": w.state_dict()} for w in self._writers]}

@@ -12,8 +12,6 @@ import engram._native as _native
 from engram import _forms as forms
 from engram import pytree
 from engram._advice import advised
-from engram._arguments import BUILT_IN
-from engram._copies import PartlyCopied
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
@@ -21,7 +19,6 @@ from engram.store.indexing import stored_slots
 from engram.store.layout import is_lazy
 
 if TYPE_CHECKING:
-    from engram.data.replay_buffers.state.parts import SavedPart
     from engram.data.replay_buffers.storages.base import Checked, Storage
 
 REDUCTIONS = ("sum", "mean", "max", "median", "min")
@@ -30,8 +27,36 @@ _PIECE = 1 << 20  # rows whose ranks are read at once
 _RANKS = forms.record({"ranks": forms.tensor(torch.float64, ndim=1), "slots": forms.tensor(torch.int64, ndim=1)})
 
 
+def _path_of(rank_key: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (rank_key,) if isinstance(rank_key, str) else tuple(rank_key)
+
+
+def _settings_of(writer: TensorDictMaxValueWriter) -> dict[str, Any]:
+    """Those that a state must have been saved with."""
+    return {"rank_key": _path_of(writer.rank_key), "reduction": writer.reduction}
+
+
+class _SavedRanks(SavedWriter):
+    """A writer that keeps the best, as it is saved and loaded."""
+
+    def __init__(
+        self, part: Any, kind: str | None, *, beside_rows: dict[str, Any] | None = None, **others: Any
+    ) -> None:
+        settings = _settings_of(part)
+        beside_rows = None if beside_rows is None else {**settings, **beside_rows}
+        super().__init__(part, kind, settings=settings, beside_rows=beside_rows, **others)
+
+    def differences(self, state: Any) -> list[str]:
+        different = super().differences(state)
+        if "ranks" in state:
+            forms.check(_RANKS, state, "the state of the writer")
+            if len(state["ranks"]) != len(state["slots"]):
+                raise ValueError(f"a saved writer has {len(state['ranks'])} ranks for {len(state['slots'])} slots")
+        return different
+
+
 @advised
-class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
+class TensorDictMaxValueWriter(Writer, built_in=True):
     """Keeps the items of the highest rank: in a full storage an item replaces the lowest one, or is refused (index -1).
 
     The lowest is that of the lowest rank, among equal ones that of the lowest index, and gives way only to a higher
@@ -69,6 +94,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
 
     index_key = "index"
     placing = Placing.REPLACING
+    _saved_as = _SavedRanks
 
     def __init__(
         self,
@@ -82,7 +108,7 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         self.tracks_generations = track_generations
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self._path = (rank_key,) if isinstance(rank_key, str) else tuple(rank_key)
+        self._path = _path_of(rank_key)
         if not self._path or not all(isinstance(key, str) for key in self._path):
             raise ValueError(f"rank_key must be a key or a tuple of keys, got {rank_key!r}")
         self.rank_key = rank_key
@@ -279,25 +305,14 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
         return torch.tensor(ranks, dtype=torch.float64, device="cpu")
 
     # ---- state ----
-    def empty(self) -> None:
-        super().empty()
+    def _empty(self) -> None:
+        super()._empty()
         self._loaded = None
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, cursor, and the rank and slot of each stored item."""
         ranks, slots = self._ranks()
-        return {**super().state_dict(), **self._settings(), "ranks": ranks, "slots": slots}
-
-    @property
-    def saved_form(self) -> SavedPart:
-        settings = self._settings()
-        return _SavedRanks(
-            self, type(self).__name__, is_ours=type(self) in BUILT_IN, owner="writer", settings=settings,
-            beside_rows=None if self._says_its_state else settings,
-        )  # fmt: skip
-
-    def _settings(self) -> dict[str, Any]:
-        return {"rank_key": self._path, "reduction": self.reduction}
+        return {**super().state_dict(), **_settings_of(self), "ranks": ranks, "slots": slots}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.saved_form.check_fits(state)
@@ -306,15 +321,3 @@ class TensorDictMaxValueWriter(PartlyCopied, Writer, built_in=True):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor}, rank_key={self.rank_key!r}, reduction={self.reduction!r})"
-
-
-class _SavedRanks(SavedWriter):
-    """A writer that keeps the best, as it is saved and loaded."""
-
-    def differences(self, state: Any) -> list[str]:
-        different = super().differences(state)
-        if "ranks" in state:
-            forms.check(_RANKS, state, "the state of the writer")
-            if len(state["ranks"]) != len(state["slots"]):
-                raise ValueError(f"a saved writer has {len(state['ranks'])} ranks for {len(state['slots'])} slots")
-        return different

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import abc
 import enum
+import functools
+import inspect
 import os
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from engram import _forms as forms
 from engram._advice import advised
-from engram._arguments import BUILT_IN
-from engram._copies import pickle_by_state
+from engram._arguments import BUILT_IN, Part
+from engram._copies import PartlyCopied, SentByState
 from engram._overrides import overrides
 from engram.checkpoint.snapshot import load_part, save_part
-from engram.data.replay_buffers.state.parts import SavedPart
+from engram.data.replay_buffers.state.parts import SavedOwnPart, SavedPart, as_saved
 from engram.pytree import move_dim, to_tensor
 from engram.store.indexing import generations_at, returned_index, to_slots
 from engram.store.rows import IndexTakenError, expand_slots
@@ -33,8 +36,30 @@ class Placing(enum.Enum):
     REPLACING = enum.auto()  #: in the place of any other row, for which no other process may have the storage open
 
 
+class WritePlan(NamedTuple):
+    """How a buffer writes with a writer.
+
+    Attributes:
+        write: as `Writer.write`.
+        is_behind: whether it is `check` and `append`, for which a storage has a shorter way.
+    """
+
+    write: Callable[[Storage, Any, bool, int], Tensor | int]
+    is_behind: bool = False
+
+
+class SavedWriter(SavedPart):
+    """A writer, as it is saved and loaded."""
+
+    def differences(self, state: Any) -> list[str]:
+        different = super().differences(state)
+        if self._beside_rows is not None:  # else a child says itself what its state is
+            forms.check(forms.record({}, {"cursor": forms.integer()}), state, "the state of the writer")
+        return different
+
+
 @advised
-class Writer(abc.ABC):
+class Writer(SentByState, PartlyCopied, Part):
     """Decides where new rows go. It needs no buffer: after `register_storage`, `add` and `extend` write.
 
     A writer of your own is a class with `write(storage, items, single, time_dim) -> slots`; it need not inherit from
@@ -62,39 +87,21 @@ class Writer(abc.ABC):
     #: Where it puts rows, and whom else that concerns.
     placing: ClassVar[Placing] = Placing.CHOSEN
 
-    # Whether a child has `add` and `extend` in place of `write`.
-    _sets_rows = False
-    # Whether a class of the user's own says what its state is.
-    _says_its_state = False
-
+    # How it is saved and loaded.
+    _saved_as: ClassVar[type[SavedWriter]] = SavedWriter
     # Of the class: a child's constructor need not call this one's.
     _storage: Storage | None = None
     _own_cursor: int | None = None  # that a child has set
     _loaded_cursor = 0  # that a state had, for as long as there are no rows
 
-    def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if built_in:
-            BUILT_IN.add(cls)
-        else:
-            ours = next(parent for parent in cls.__mro__ if parent is Writer or parent in BUILT_IN)
-            cls._says_its_state = "state_dict" in overrides(cls, ours)
-        if cls.placing is Placing.BEHIND and not (built_in and "placing" in vars(cls)):  # a child may write otherwise
-            cls.placing = Placing.CHOSEN
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         own = overrides(cls, Writer)
-        if "write" not in own and own >= {"add", "extend"}:
-            cls._sets_rows = True
-            cls.write = _write_by_set  # type: ignore[method-assign]
-        elif {"add", "extend"} & vars(cls).keys() and "write" not in vars(cls) and not _writes_by_others(cls):
-            # They change what a parent's do, and call these.
-            cls._write_rows = cls.write  # type: ignore[method-assign]
-            cls.write = _write_by_overrides  # type: ignore[method-assign]
-        if type(vars(cls).get("_cursor")) is int:  # where a child's own begins; the property keeps and saves it
-            cls._own_cursor = vars(cls)["_cursor"]
-            del cls._cursor
-        if "_empty" in vars(cls) and "empty" not in own:
-            cls.empty = vars(cls)["_empty"]  # type: ignore[method-assign]
-        pickle_by_state(cls, cls._check_sending)
+        if "write" not in own and not own >= {"add", "extend"}:
+            raise TypeError(
+                f"Can't instantiate abstract class {cls.__name__}, which needs write, or both add and extend: "
+                "it has no write"
+            )
+        return super().__new__(cls)
 
     def __init__(self, compilable: bool = False) -> None:
         pass
@@ -103,7 +110,7 @@ class Writer(abc.ABC):
         """Writes to this storage from now on."""
         self._storage = storage
         if self._sets_rows:
-            if self._own_cursor is None:
+            if not self._has_own_cursor:
                 self._own_cursor = 0 if storage.lanes is None else storage.lanes.cursor
             if storage.ndim == 1:
                 storage.access.expect_sequences(by_set=True)
@@ -119,7 +126,7 @@ class Writer(abc.ABC):
         """
         storage = self._registered()
         with storage.mutex:
-            slots = self._write_rows(storage, data, True, -1)
+            slots = self.write(storage, data, True, -1)
         index: int | Tensor = returned_index(slots, storage.ndim, storage.env_shape, single=True)
         return index
 
@@ -133,13 +140,9 @@ class Writer(abc.ABC):
         time_dim = storage.ndim - 1
         data = storage.access.table.as_batch(data, time_dim)
         with storage.mutex:
-            slots = self._write_rows(storage, data, False, time_dim)
+            slots = self.write(storage, data, False, time_dim)
         index: Tensor = returned_index(slots, storage.ndim, storage.env_shape, single=False)
         return index
-
-    def _write_rows(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
-        """What `add` and `extend` call, where a child has its own of these: the `write` that it inherits."""
-        return self.write(storage, items, single, time_dim)
 
     def _registered(self) -> Storage:
         if self._storage is None:
@@ -148,14 +151,21 @@ class Writer(abc.ABC):
             )
         return self._storage
 
-    @abc.abstractmethod
     def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
         """Checks a batch (or one step, `single`) and writes it; returns slots, int64 [steps * environments]; -1: not
         written.
 
+        A child that has `add` and `extend` needs none: this one calls them.
+
         Raises:
             ValueError, TypeError: the batch does not fit; nothing was written.
         """
+        return _write_by_set(self, storage, items, single, time_dim)
+
+    @property
+    def _sets_rows(self) -> bool:
+        """Whether it is a child that has `add` and `extend` in place of `write`."""
+        return "write" not in overrides(type(self), Writer)
 
     def check_mutable(self, operation: str) -> None:
         """Called before stored rows are changed or forgotten.
@@ -205,11 +215,20 @@ class Writer(abc.ABC):
             )
         self._own_cursor = int(cursor)
 
+    @property
+    def _has_own_cursor(self) -> bool:
+        """Whether it is a child that keeps a cursor of its own: it has set it, or has a plain attribute for it."""
+        return self._own_cursor is not None or type(inspect.getattr_static(type(self), "_cursor")) is int
+
     def empty(self) -> None:
         """Forgets what was written."""
+        self._empty()
+
+    def _empty(self) -> None:
+        """What `empty` does; by this name a child may have it, too."""
         self._loaded_cursor = 0
-        if self._own_cursor is not None:
-            self._own_cursor = 0
+        if self._has_own_cursor:
+            self._cursor = 0
 
     def state_dict(self) -> dict[str, Any]:
         """What must be saved, and where the next row goes.
@@ -227,8 +246,8 @@ class Writer(abc.ABC):
         self.saved_form.check_fits(state)
         if "cursor" not in state:
             return
-        if self._sets_rows or self._own_cursor is not None:
-            self._own_cursor = int(state["cursor"])
+        if self._sets_rows or self._has_own_cursor:
+            self._cursor = int(state["cursor"])
         else:
             self._loaded_cursor = int(state["cursor"])
 
@@ -261,14 +280,16 @@ class Writer(abc.ABC):
     @property
     def saved_form(self) -> SavedPart:
         """This writer, as it is saved and loaded with a buffer."""
-        beside_rows = {} if self._own_cursor is None else {"cursor": self._own_cursor}
-        return SavedWriter(
-            self, type(self).__name__, is_ours=type(self) in BUILT_IN, owner="writer",
-            beside_rows=None if self._says_its_state else beside_rows,
-        )  # fmt: skip
+        kind = type(self)
+        if kind in BUILT_IN:
+            return self._saved_as(self, kind.__name__, owner="writer", beside_rows={})
+        ours = next(parent for parent in kind.__mro__ if parent is Writer or parent in BUILT_IN)
+        if "state_dict" in overrides(kind, ours):  # a child that says itself what its state is
+            return as_saved(self._saved_as(self, kind.__name__, owner="writer"))
+        beside_rows = {"cursor": self._cursor} if self._has_own_cursor else {}
+        return as_saved(self._saved_as(self, kind.__name__, owner="writer", beside_rows=beside_rows))
 
     def _check_sending(self) -> None:
-        """RuntimeError where it must not be sent to another process, alone or in a buffer."""
         if self.placing is Placing.REPLACING:
             raise RuntimeError(
                 f"a {type(self).__name__} cannot be shared between processes: it replaces rows one by one, which needs "
@@ -276,23 +297,26 @@ class Writer(abc.ABC):
                 "copies"
             )
 
+    def _complete_copy(self) -> None:
+        own = vars(self).get("_own_cursor")
+        if own is not None and type(inspect.getattr_static(type(self), "_cursor")) is int:
+            self._cursor = vars(self).pop("_own_cursor")  # as pickles of before have it
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}(cursor={self._cursor})"
 
 
-class SavedWriter(SavedPart):
-    """A writer, as it is saved and loaded."""
-
-    def differences(self, state: Any) -> list[str]:
-        different = super().differences(state)
-        if self.is_ours:
-            forms.check(forms.record({}, {"cursor": forms.integer()}), state, "the state of the writer")
-        return different
-
-
-def _writes_by_others(cls: type[Writer]) -> bool:
-    """Whether `write` of a class calls its `add` and `extend`."""
-    return cls.write in (_write_by_set, _write_by_overrides)
+def write_plan(writer: Writer) -> WritePlan:
+    """How a buffer writes with a writer, which may be a child of a user's own."""
+    kind = type(writer)
+    if kind in BUILT_IN:
+        # A child that does not say where it puts rows may have another `write`.
+        return WritePlan(writer.write, vars(kind).get("placing") is Placing.BEHIND)
+    # The `add` and `extend` of a child change what its parent's do, and call these.
+    definer = next(vars(parent) for parent in kind.__mro__ if vars(parent).keys() & {"write", "add", "extend"})
+    if "write" in definer or "write" not in overrides(kind, Writer):
+        return WritePlan(writer.write)
+    return WritePlan(functools.partial(_write_by_overrides, writer))
 
 
 def _write_by_set(self: Any, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
@@ -316,15 +340,18 @@ def _write_by_overrides(self: Any, storage: Storage, items: Any, single: bool, t
     return index if type(index) is int else to_slots(index, storage.env_shape, storage.max_size or 0)
 
 
-class _AdaptedWriter(Writer):
+class _AdaptedWriter(Writer, built_in=True):
     """A writer of a user's own that is no `Writer`, with what it leaves out."""
 
     def __init__(self, writer: Any) -> None:
         super().__init__()
         self._own = writer
-        self._sets_rows = not callable(_optional(writer, "write"))
         self.index_key = _optional(writer, "index_key")
         self.tracks_generations = bool(_optional(writer, "tracks_generations"))
+
+    @property
+    def _sets_rows(self) -> bool:
+        return not callable(_optional(self._own, "write"))
 
     @property
     def own(self) -> Any:
@@ -333,7 +360,7 @@ class _AdaptedWriter(Writer):
     @property
     def saved_form(self) -> SavedPart:
         has_state = None not in (_optional(self._own, "state_dict"), _optional(self._own, "load_state_dict"))
-        return SavedPart(self, type(self._own).__name__, is_ours=False, given=self._own, has_state=has_state)
+        return SavedOwnPart(SavedPart(self, type(self._own).__name__), self._own, has_state=has_state)
 
     def register_storage(self, storage: Storage) -> None:
         super().register_storage(storage)
