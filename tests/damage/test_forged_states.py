@@ -19,6 +19,7 @@ from tensordict import TensorDict
 import engram
 from contracts.children import Child
 from contracts.corruption import NASTY, Forger, exchanged, limit_memory, places, without
+from contracts.each import each
 from damage.parts import BATCH, BUFFERS, SAMPLERS, STORAGES, TRANSFORMS, WRITERS, buffer, empty_buffer, steps
 from engram.data import (
     LazyMemmapStorage,
@@ -31,6 +32,7 @@ from engram.data import (
 from engram.data.replay_buffers.buffers import rebuild
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, StorageError
 from engram.transforms import Transform
+from engram.transforms.base import REGISTERED, UNUSED
 from golden.observed import leaves, unlike
 
 MOST = 2 << 30  # of address space, which each thread takes a part of, on top of what the process has
@@ -307,16 +309,43 @@ class Counting(Transform):
         return batch
 
 
-def test_no_state_takes_the_place_of_a_method_of_a_transform(tmp_path: Path) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Counting())
+def test_no_state_sets_an_attribute_of_a_transform() -> None:
+    counting = Counting()
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=counting)
+    rb.extend(TensorDict(obs=torch.zeros(3), batch_size=[3]))
+    whole, before = rb.state_dict(), {**vars(counting)}
+    for name in ("writes", "forward", "inv", "kind", "_inv_call", "_modules", "_forward_hooks", REGISTERED, UNUSED):
+        attribute = {"place": 0, "name": name, "value": {"value": 7}}
+        entry = {"kind": "Counting", "nth": 0, "settings": counting.state_settings()}
+        entry["state"] = {"attributes": [attribute], "holds_back": True}  # as states had them until now
+        with pytest.warns(UserWarning, match="the state of Counting has attributes .* which are not loaded"):
+            rb.load_state_dict({**whole, "transform": {"transforms": [entry]}})
+        assert vars(counting) == before
+
+
+class Module(torch.nn.Module):
+    """Has an inverse and a tensor, and is no Transform of engram's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        return batch
+
+    def inv(self, batch: TensorDict) -> TensorDict:
+        return batch
+
+
+@each("state", [{"object": 3}, {"object": {}}, {"object": {"mean": "x"}}, {"object": {"mean": torch.zeros(3)}}])
+def test_a_state_that_a_module_cannot_load_is_refused_and_changes_nothing(state: dict[str, Any]) -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Module())
     rb.extend(TensorDict(obs=torch.zeros(3), batch_size=[3]))
     whole = rb.state_dict()
-    (entry,) = whole["transform"]["transforms"]
-    (attribute,) = entry["state"]["attributes"]
-    for name in ("forward", "inv", "kind", "_inv_call"):
-        wrong = {**entry, "state": {"attributes": [{**attribute, "name": name}], "holds_back": False}}
-        with pytest.raises(CheckpointError, match=f"sets {name}, which no state may set"):
-            rb.load_state_dict({**whole, "transform": {"transforms": [wrong]}})
+    entry = {**whole["transform"]["transforms"][0], "state": state}
+    with pytest.raises(CheckpointError, match="Module"):
+        rb.load_state_dict({**whole, "transform": {"transforms": [entry]}})
+    assert rb.transform[0].transform.mean.tolist() == [0, 0] and len(rb) == 3
 
 
 @pytest.mark.filterwarnings("ignore:max_capacity=3")

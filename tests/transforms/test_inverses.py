@@ -27,6 +27,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.envs import GymEnv, TransformedEnv
+from engram.errors import CheckpointMisfitError
 from engram.testing import TransformContract
 from engram.testing.helpers import assert_equal
 from engram.transforms import (
@@ -176,6 +177,41 @@ class ChildDelayed(Transform):
     _inv_call = Delayed._inv_call
 
 
+class Declared:
+    """Of those that hold steps back: declares them, as tensors, numbers and strings."""
+
+    def get_extra_state(self):
+        if self._buffer is None:
+            return {}
+        return {"buffer": self._buffer.to_dict(), "shape": list(self._buffer.batch_size), "seen": len(self.seen)}
+
+    def set_extra_state(self, state):
+        self._buffer = TensorDict(state["buffer"], state["shape"]) if state else None
+        self.seen = self.seen[: state["seen"]] if state else []
+
+
+class DelayedDeclared(Declared, Delayed):
+    """A module that is no Transform of ours."""
+
+
+class ChildDelayedDeclared(Declared, ChildDelayed):
+    """A child of our own."""
+
+
+class ObjectDelayedDeclared:
+    """No module: it declares by `state_dict` and `load_state_dict`."""
+
+    def __init__(self):
+        self._buffer, self.seen = None, []
+
+    def __call__(self, td):
+        return td
+
+    _inv_call = Delayed._inv_call
+    state_dict = Declared.get_extra_state
+    load_state_dict = Declared.set_extra_state
+
+
 def apply(batch, fn):
     if isinstance(batch, dict):
         return {**batch, "x": fn(batch["x"])}
@@ -191,7 +227,13 @@ HALVING = [
     ChildByKey,
     ChildByInv,
 ]  #: halve "x" on reading, and double it on writing
-DELAYING = [Delayed, Silent, ChildDelayed]
+DECLARING = [DelayedDeclared, ChildDelayedDeclared, ObjectDelayedDeclared]
+DELAYING = [Delayed, Silent, ChildDelayed, *DECLARING]
+
+
+def users_object(rb):
+    """The transform that a user gave a buffer."""
+    return getattr(rb.transform[0], "transform", rb.transform[0])
 
 
 # ---- whatever has an inverse has it called on writing; what cannot be honoured is refused by name ----
@@ -416,19 +458,33 @@ def test_steps_of_several_environments_are_held_back(make, dim_extend):
     assert rb.storage.get(slice(None))["x"].squeeze(-1).tolist() == [[0, 10], [1, 11]]
 
 
-@each("make", DELAYING)
-def test_a_refused_write_leaves_what_is_held_back(make):
+def refused(rb, start):
+    """A write that the storage does not take."""
+    bad = running(4, start)
+    bad["x"] = bad["x"].double()
+    with pytest.raises((ValueError, RuntimeError)):
+        rb.extend(bad)
+
+
+@each("make", DECLARING)
+def test_a_refused_write_leaves_what_is_held_back_where_that_is_declared(make):
     transform = make()
     rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=transform)
     rb.extend(running(5))
-    bad = running(4, 5)
-    bad["x"] = bad["x"].double()
     seen = len(transform.seen)
-    with pytest.raises((ValueError, RuntimeError)):
-        rb.extend(bad)
+    refused(rb, 5)
     assert len(transform.seen) == seen and transform._buffer["x"].dtype == torch.float32
     rb.extend(ending(4, 5))
     assert stored(rb)["x"].flatten().tolist() == list(range(9))
+
+
+@each("make", [Delayed, ChildDelayed])
+def test_a_refused_write_undoes_no_attribute_that_is_not_declared(make):
+    transform = make()
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=transform)
+    rb.extend(running(5))
+    refused(rb, 5)
+    assert len(rb) == 3 and len(transform.seen) == 2 and transform._buffer["x"].flatten().tolist() == [7, 8]
 
 
 @each("make", DELAYING)
@@ -438,53 +494,256 @@ def test_no_steps_are_an_error_and_not_nothing_for_now(make):
         rb.extend(running(0))
 
 
-@pytest.mark.parametrize("make", [Delayed, Silent])
-def test_held_back_steps_are_forgotten_where_the_rows_are(make):
+@each("make", DECLARING)
+def test_declared_steps_are_forgotten_where_the_rows_are(make):
     rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True), transform=make())
     rb.extend(running(5))
     for forget in (lambda: rb.empty(), lambda: rb.__setstate__(copy.copy(rb.__getstate__()))):
         forget()
-        assert rb._transform[0].transform._buffer is None and rb._transform[0].transform.seen == []
+        assert users_object(rb)._buffer is None and users_object(rb).seen == []
+        assert rb.flush_transforms().shape == (0,)
         assert rb.extend(running(2, 100)).shape == (0,)
-        assert rb._transform[0].transform._buffer["x"].flatten().tolist() == [100, 101]
+        assert users_object(rb)._buffer["x"].flatten().tolist() == [100, 101]
     sent = pickle.loads(pickle.dumps(rb.transform))
-    assert sent[0].transform._buffer["x"].flatten().tolist() == [100, 101]
+    assert getattr(sent[0], "transform", sent[0])._buffer["x"].flatten().tolist() == [100, 101]
 
 
-@each("make", [Delayed, Silent])
+@each("make", [Delayed, ChildDelayed])
+def test_emptying_a_buffer_resets_no_attribute_that_is_not_declared_and_says_so_of_steps(make):
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
+    rb.extend(running(5))
+    with pytest.warns(UserWarning, match="holds steps back and declares no state: those of before are written"):
+        rb.empty()
+    assert len(rb) == 0 and users_object(rb)._buffer["x"].flatten().tolist() == [3, 4]
+    with pytest.raises(TypeError, match="holds steps back"):
+        rb.flush_transforms()
+
+
+def test_emptying_a_buffer_resets_registered_tensors_of_what_holds_steps_back_and_calls_an_own_empty():
+    class Skipping(Transform):
+        emptied = 0
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("rows", torch.zeros(()))
+
+        def _inv_call(self, td):
+            self.rows += len(td)
+            return td[::2] if self.rows > 5 else td
+
+    class Own(Skipping):
+        def empty(self):
+            self.emptied += 1
+
+    for make, left in ((Skipping, [5, 0]), (Own, [5, 7])):
+        rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
+        for n, rows in zip((5, 2), left, strict=True):
+            rb.extend(running(n))
+            rb.empty()
+            assert float(users_object(rb).rows) == rows, "numbers of all that was written outlast the rows"
+    assert users_object(rb).emptied == 2
+
+
+@each("make", DECLARING)
 @each("way", ["dumps", "state_dict"])
-def test_held_back_steps_are_saved(make, way, tmp_path):
+def test_declared_steps_are_saved(make, way, tmp_path):
     rb, twin, other = (ReplayBuffer(storage=LazyTensorStorage(30), transform=make()) for _ in range(3))
     rb.extend(running(5))
     twin.extend(running(3, 50))
-    if way == "dumps":
-        rb.dumps(tmp_path)
-        twin.loads(tmp_path)
-    else:
-        twin.load_state_dict(rb.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if way == "dumps":
+            rb.dumps(tmp_path)
+            twin.loads(tmp_path)
+        else:
+            twin.load_state_dict(rb.state_dict())
     for buffer in (rb, twin):
         buffer.extend(running(4, 5))
         buffer.extend(ending(2, 9))
     assert_equal(twin[:], rb[:])
     assert stored(twin)["x"].flatten().tolist() == list(range(11))
     twin.load_state_dict(other.state_dict())
-    assert twin._transform[0].transform._buffer is None
+    assert users_object(twin)._buffer is None
 
 
-def test_what_cannot_be_saved_is_warned_of():
-    class Odd(Form):
+class Odd(Form):
+    def _inv_call(self, td):
+        self.last = {1: object()}
+        self.count = 3
+        return td
+
+
+class ChildOdd(ChildByCall):
+    def __init__(self):
+        super().__init__()
+        self.last, self.lengths, self.unused = {}, [], [1.5, torch.zeros(2)]
+
+    def _inv_call(self, td):
+        self.last[len(self.last)] = 3
+        self.lengths.append(len(td))
+        return td
+
+
+@each(
+    "make, said",
+    [
+        (Odd, r"Odd has changed last \(a dict\), count \(a int\)"),
+        (ChildOdd, r"ChildOdd has changed last \(a dict\), lengths \(a list\)"),
+    ],
+)
+def test_attributes_that_are_not_declared_are_not_saved_and_a_save_warns_of_them(make, said):
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rb.state_dict()
+    rb.extend(running(5))
+    for one in (rb, pickle.loads(pickle.dumps(rb.transform))):
+        with pytest.warns(UserWarning, match=rf"{said} on writing, which cannot be saved: a Transform declares"):
+            state = one.state_dict()
+    assert state == {}, "the transform's own"
+    twin = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
+    twin.extend(running(5))
+    twin.load_state_dict(rb.state_dict())
+    assert len(users_object(twin).last) == 1, "nor does a load change them"
+
+
+class Mean(Form):
+    def __init__(self, n=2):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(n))
+
+    def _inv_call(self, td):
+        self.mean += td["x"].mean()
+        return td
+
+
+def test_the_tensors_of_an_object_of_a_module_class_are_its_declaration(tmp_path):
+    rb, twin, narrow = (ReplayBuffer(storage=LazyTensorStorage(30), transform=Mean(n)) for n in (2, 2, 1))
+    rb.extend(running(5))
+    refused(rb, 5)
+    rb.dumps(tmp_path)
+    twin.loads(tmp_path)
+    assert users_object(rb).mean.tolist() == users_object(twin).mean.tolist() == [2, 2]
+    with pytest.raises(CheckpointMisfitError, match=r"Mean has mean \[1\] here, \[2\] there"):
+        narrow.loads(tmp_path)
+    plain = ReplayBuffer(storage=LazyTensorStorage(30), transform=Form())
+    plain.extend(running(5))
+    state = rb.state_dict()
+    state["transform"]["transforms"][0]["kind"] = "Form"
+    with pytest.raises(CheckpointMisfitError, match="Form has no tensors here, mean there"):
+        plain.load_state_dict(state)
+    twin.load_state_dict(ReplayBuffer(storage=LazyTensorStorage(30)).state_dict())
+    assert users_object(twin).mean.tolist() == [0, 0], "without a state it is as it was before it was used"
+
+
+def test_tensors_that_are_as_they_were_made_are_settings_and_need_no_transform_where_they_are_loaded():
+    rb, bare = (ReplayBuffer(storage=LazyTensorStorage(30), transform=t) for t in (Mean(), None))
+    rb.extend(running(1))
+    bare.load_state_dict(rb.state_dict())
+    rb.extend(running(2))
+    with pytest.raises(CheckpointMisfitError, match="the state of a Mean was saved, and the transforms here are none"):
+        bare.load_state_dict(rb.state_dict())
+
+
+class Sums(ByCall):
+    """Sums up in place, and hands its own tensor out and keeps the one that it gets."""
+
+    def __init__(self):
+        self.total = torch.zeros(())
+
+    def _inv_call(self, td):
+        self.total += td["x"].sum()
+        return td[::2]
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+@each("make", [Sums, Mean])
+def test_no_state_of_an_object_is_changed_by_what_is_written_later(make):
+    def value():
+        return next(iter(rb.transform[0].state_dict()["object"].values())).sum()
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=make())
+    rb.extend(running(3))
+    state, before = rb.transform[0].state_dict(), value()
+    for _ in range(2):
+        rb.extend(running(4))
+        assert value() > before
+        rb.transform[0].load_state_dict(state)
+        assert value() == before
+    for _ in range(2 if make is Sums else 0):  # which drops steps
+        rb.empty()
+        assert value() == 0
+        rb.extend(running(4))
+
+
+def test_the_state_of_an_object_is_refused_by_one_without():
+    rb, plain = (ReplayBuffer(storage=LazyTensorStorage(30), transform=t) for t in (Sums(), ByCall()))
+    for buffer in (rb, plain):
+        buffer.extend(running(3))
+    state = rb.state_dict()
+    state["transform"]["transforms"][0]["kind"] = "ByCall"
+    with pytest.raises(CheckpointMisfitError, match="ByCall has no state_dict here, and had one there"):
+        plain.load_state_dict(state)
+
+
+@each("invert", [False, True])
+def test_a_load_that_fails_in_a_later_transform_puts_the_state_of_an_object_back(invert):
+    class Refusing(Transform):
+        def get_extra_state(self):
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            raise RuntimeError("it cannot")
+
+    buffers = []
+    for start in (0, 10):
+        rb = ReplayBuffer(storage=LazyTensorStorage(30)).append_transform(Mean(), invert=invert)
+        rb.append_transform(Refusing()).extend(running(5, start))
+        users_mean(rb).add_(start)
+        buffers.append(rb)
+    before = users_mean(buffers[1]).tolist()
+    with pytest.raises(RuntimeError, match="it cannot"):
+        buffers[1].load_state_dict(buffers[0].state_dict())
+    assert users_mean(buffers[1]).tolist() == before != users_mean(buffers[0]).tolist()
+
+
+def users_mean(rb):
+    """The tensor of the `Mean` in a buffer, which may be inverted."""
+    one = rb.transform[0].transform
+    return getattr(one, "transform", one).mean
+
+
+def test_steps_that_only_wait_elsewhere_leave_no_attribute_behind():
+    class Counting(Transform):
+        writes = 0
+
         def _inv_call(self, td):
-            self.last = {1: object()}
-            self.count = 3
+            self.writes += 1
+            self.newest = td
             return td
 
-    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=Odd())
-    rb.extend(running(5))
-    with pytest.warns(UserWarning, match=r"Odd has changed last \(a dict\) on writing, which cannot be saved"):
-        state = rb.state_dict()
-    twin = ReplayBuffer(storage=LazyTensorStorage(30), transform=Odd())
-    twin.load_state_dict(state)
-    assert twin.transform[0].transform.count == 3 and not hasattr(twin.transform[0].transform, "last")
+    counting, data = Counting(), running(9)
+    data["next", "reward"] = torch.ones(9, 1)
+    data["next", "done"][-1] = True
+    for transform in (counting, Delayed()):
+        rb = ReplayBuffer(storage=LazyTensorStorage(30))
+        rb._transform = Compose(transform, MultiStepTransform(3, 0.5))  # MultiStepTransform first on writing
+        for part in data.split(4):
+            rb.extend(part)
+        assert stored(rb)["x"].flatten().tolist() == list(range(9))
+    assert counting.writes == 3
+    rb = ReplayBuffer(storage=LazyTensorStorage(30), transform=counting)
+    rb.extend(data)
+    rb[0:2] = data[2:4]
+    assert counting.writes == 4 and len(counting.newest) == 9, "nor do steps that replace others"
+    rb._transform = other = Counting()
+    rb[0:2] = data[2:4]
+    assert not hasattr(other, "newest")
 
 
 def test_what_holds_steps_back_names_what_it_cannot_do():
@@ -645,7 +904,9 @@ def test_an_inverse_of_torchrl_that_does_nothing_is_not_called():
     for transform in (Reading(["x"]), Several(Reading(["x"]), Reading())):
         rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=transform)
         assert not rb.transform.stream.inverse_is_ordered and not rb.transform.changes_writes()
+        transform.register_buffer("scale", torch.ones(()))
         rb.extend(steps(3))
+        assert rb.transform.state_dict() == {}
         rb.append_transform(transform)
         assert rb.flush_transforms().shape == (0,)
     for transform in (Reading(["x"], ["x"]), Several(Reading(["x"], ["x"]))):

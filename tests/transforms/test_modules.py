@@ -164,5 +164,24 @@ def test_the_transforms_of_an_environment_are_modules():
 
 
 def test_the_library_keeps_no_module_tables_in_the_way_of_attributes():
-    assert vars(StepCounter(5))["max_steps"] == 5 and StepCounter.__setattr__ is object.__setattr__
-    assert Encoder.__setattr__ is nn.Module.__setattr__
+    counter = StepCounter(5)
+    counter.net = nn.Linear(1, 1)
+    assert vars(counter)["max_steps"] == 5 and vars(counter)["net"] is counter.net and not counter._modules
+
+
+def test_children_of_any_transform_register_what_they_assign_and_get_no_method_that_they_have_not():
+    class Own(StepCounter):
+        def __init__(self) -> None:
+            super().__init__(5)
+            self.register_buffer("total", torch.zeros(()))
+            self.gain = nn.Parameter(torch.ones(()))
+            self.net = nn.Linear(1, 1)
+            self.total = torch.ones(())
+
+    class Noting(Own):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+
+    for kind, methods in ((Own, {"__init__"}), (Noting, {"__setattr__"})):
+        assert [*kind()._modules] == ["net"] and {*kind()._parameters} == {"gain"} and kind()._buffers == {"total": 1}
+        assert {name for name, value in vars(kind).items() if callable(value)} == methods

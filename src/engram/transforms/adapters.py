@@ -7,16 +7,30 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+import torch
 from tensordict import TensorDictBase
+from torch import Tensor, nn
 
+from engram import _forms as forms
 from engram._overrides import overrides
 from engram.pytree import Key, as_keys, copy_containers, has_batch_size, require_tensor, set_entry
-from engram.transforms.base import InvertedTransform, StreamTraits, Transform, TransformStep, WriteRequest
+from engram.transforms.base import (
+    UNUSED,
+    InvertedTransform,
+    StreamTraits,
+    Transform,
+    TransformStep,
+    Unused,
+    WriteRequest,
+    attributes_of,
+    copies,
+)
 from engram.transforms.env_specs import EnvSpecs, bounds_of, specs_by_trial
 from engram.transforms.roles import IN_BUFFERS, Role
 from engram.transforms.torchrl import TorchRLTransform
 
 _INVERSES = ("inv", "_inv_call", "_inv_apply_transform")
+_OF_STATE = ("state_dict", "load_state_dict")
 
 
 class CallableTransform(Transform, built_in=True):
@@ -53,10 +67,11 @@ class ForeignTransform(Transform, built_in=True):
     more than it got: it then holds steps back. `add` passes a TensorDict as a batch of one step; time is the last batch
     dimension of TensorDicts.
 
-    The buffer makes one write at a time. After a refused write it restores the object's attributes (also those of
-    modules in a module; but not tensors that were changed in place). If the object holds steps back, attributes that
-    its inverse has changed are reset when the buffer is emptied or sent to a process, and are saved with the buffer if
-    they consist of tensors, TensorDicts, numbers and strings.
+    The buffer makes one write at a time. An object declares what lasts from one write to the next by `state_dict` and
+    `load_state_dict`, a module also by `get_extra_state` and `set_extra_state`. What is declared is saved with the
+    buffer and put back after a refused write (where a module's class has none of these, its buffers are). If the object
+    holds steps back, it is reset when the buffer is emptied or sent to a process. Other attributes that the inverse
+    sets are kept as they are: not saved (a save warns of them), not put back, not reset.
 
     In an environment the inverse is applied to the action, and must return valid actions of the environment.
 
@@ -81,6 +96,10 @@ class ForeignTransform(Transform, built_in=True):
                 "`_inv_call` or `inv`"
             )
         self._of_tensordicts = "_inv_call" in methods  # an object in TorchRL's form
+        self._has_state = self._inverts() and len(_methods(transform, _OF_STATE)) == len(_OF_STATE)
+        # Whether that is all of it: a module's `state_dict` has its tensors, and whatever its class adds.
+        own = overrides(type(transform), nn.Module) if isinstance(transform, nn.Module) else {"state_dict"}
+        self._says_all = self._has_state and not own.isdisjoint(("state_dict", "get_extra_state"))
 
     # ---- reading ----
     def forward(self, batch: Any) -> Any:
@@ -120,10 +139,82 @@ class ForeignTransform(Transform, built_in=True):
     def inverse_stream(self, writing: WriteRequest) -> WriteRequest:
         return super().inverse_stream(writing) if self._inverts() else writing
 
-    # ---- state ----
+    # ---- state: what the object's `state_dict` returns ----
     @property
     def _owner(self) -> Any:
         return self.transform
+
+    def _declares_state(self) -> bool:
+        return bool(self.get_extra_state())
+
+    def _keep_unused(self) -> None:
+        vars(self)[UNUSED] = Unused(self.remember(), attributes_of(self.transform))
+
+    def lost_attributes(self) -> list[str]:
+        return [] if self._says_all or self._unused is None else self._unused.changed(self.transform)
+
+    def remember(self) -> Any:
+        if self._says_all:
+            return copy.deepcopy(self.transform.state_dict())
+        return [copies(module._buffers) for module in self._modules_of_object()]
+
+    def undo(self, before: Any) -> None:
+        if self._says_all:
+            self.transform.load_state_dict(before)
+            return
+        for module, tensors in zip(self._modules_of_object(), before, strict=False):
+            module._buffers.update(tensors)
+
+    def _modules_of_object(self) -> list[nn.Module]:
+        return [*self.transform.modules()] if self._has_state and isinstance(self.transform, nn.Module) else []
+
+    def get_extra_state(self) -> dict[str, Any]:
+        if not self._has_state:
+            return {}
+        state = self.transform.state_dict()
+        return {"object": copy.deepcopy(state)} if state else {}
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        if self._unused is None:
+            self._keep_unused()
+        if "object" in state:
+            self.transform.load_state_dict(copy.deepcopy(state["object"]))
+        elif self._declares_state() and self._unused is not None:
+            self.undo(copy.deepcopy(self._unused.state))
+
+    def adapts_state(self) -> bool:
+        return self._has_state
+
+    def state_is_optional(self) -> bool:
+        # Tensors that it was made with are settings, as of the library's own.
+        unused = self._unused
+        return unused is None or (not self._says_all and all(map(_are_equal, unused.state, self.remember())))
+
+    def differences(self, state: dict[str, Any]) -> list[str]:
+        different = super().differences(state)
+        if "object" not in state:
+            return different
+        if not self._has_state:
+            return [*different, f"{self.kind} has no state_dict here, and had one there"]
+        return (
+            [*different, *self._other_tensors(state["object"])] if isinstance(self.transform, nn.Module) else different
+        )
+
+    def _other_tensors(self, saved: Any) -> list[str]:
+        """The reasons why a module cannot load a state."""
+        forms.check(forms.mapping_of(forms.anything), saved, f"the state of {self.kind}")
+        own = self.transform.state_dict()
+        if own.keys() != saved.keys():
+            return [f"{self.kind} has {', '.join(own) or 'no tensors'} here, {', '.join(saved) or 'none'} there"]
+        tensors = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+        for name in tensors:
+            forms.check(forms.tensor(), saved[name], f"{name} in the state of {self.kind}")
+        return [
+            f"{self.kind} has {name} {list(value.shape)} here, {list(saved[name].shape)} there"
+            for name, value in tensors.items()
+            if value.shape != saved[name].shape
+        ]
 
     def state_settings(self) -> dict[str, Any]:
         return {}
@@ -196,9 +287,11 @@ def as_transform(transform: Any, invert: bool = False) -> Transform:
     raise TypeError(f"a transform is a Transform or a callable, got a {type(transform).__name__}")
 
 
-def _methods(transform: Any) -> dict[str, Callable[..., Any]]:
+def _methods(
+    transform: Any, names: tuple[str, ...] = ("__call__", "forward", *_INVERSES)
+) -> dict[str, Callable[..., Any]]:
     """Those of a user's object that an adapter may call."""
-    given = ((name, getattr(transform, name, None)) for name in ("__call__", "forward", *_INVERSES))
+    given = ((name, getattr(transform, name, None)) for name in names)
     return {name: method for name, method in given if callable(method)}
 
 
@@ -218,6 +311,11 @@ def _has_inverse(transform: Any) -> bool:
     if (parts := getattr(transform, "transforms", None)) is not None:
         return any(_has_inverse(part) for part in parts)
     return bool(transform.in_keys_inv) or not overrides(kind, root).isdisjoint(("inv", "_inv_call"))
+
+
+def _are_equal(a: dict[str, Tensor | None], b: dict[str, Tensor | None]) -> bool:
+    pairs = [(a[name], b.get(name)) for name in a]
+    return len(a) == len(b) and all(x is y or (x is not None and y is not None and torch.equal(x, y)) for x, y in pairs)
 
 
 @lru_cache(maxsize=128)

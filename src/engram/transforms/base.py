@@ -7,14 +7,13 @@ import functools
 import threading
 import warnings
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
-import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from engram import _forms as forms
@@ -611,9 +610,12 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     Batches are TensorDicts, nested dicts or tensorclasses. `forward` sets entries of the batch that it gets (a buffer
     gives it a fresh copy) and does not change the transform, so that threads may prepare batches. `inv` returns a new
     batch, which shares unchanged leaves with the caller's; or None, if there is nothing to write yet; or any other
-    number of steps. A transform with a state between writes implements `inverse_stream` and `forward_stream`, or keeps
-    attributes in `_inv_call`, which are then saved and undone like those of a `ForeignTransform`. For transforms in
-    environments see `EnvTransformMixin`.
+    number of steps. For transforms in environments see `EnvTransformMixin`.
+
+    A transform with a state between writes declares it, by `register_buffer` or by `get_extra_state` and
+    `set_extra_state`. What is declared is saved with the buffer and put back after a refused write; if the inverse
+    holds steps back, `empty` resets it, too. Other attributes that `_inv_call` sets are kept as they are: not saved
+    (a save warns of them), not put back, not reset, and copies of the transform have them.
 
     A transform is an `nn.Module`: parameters, buffers and modules that are its attributes are moved by `to`, saved with
     the replay buffer or environment that the transform is in, and seen by `parameters`, `apply`, `train` and `eval`.
@@ -641,7 +643,9 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     _overrides: ClassVar[frozenset[str]] = frozenset()  # methods that it has in place of those of `Transform`
     _inverts_by_call = False  # whether `inv` calls `_inv_call`
-    _has_memory = False  # whether the inverse may keep steps in attributes from one write to the next
+    _has_memory = False  # whether the inverse may keep something from one write to the next
+    _holds_back = False  # whether the inverse has ever returned another number of steps than it got
+    _unused: Unused | None = None  # what it was before its first write
 
     #: Whether it changes data on writing, or actions: whether it has an inverse.
     invertible = False
@@ -649,14 +653,9 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
     #: Whether `forward` and `inv` ignore `in_keys` that a batch lacks; see `set_missing_tolerance`.
     missing_tolerance = False
 
-    # The library's own classes keep modules as plain attributes, which are faster to look up.
-    __setattr__ = object.__setattr__  # type: ignore[assignment]
-
     def __init_subclass__(cls, *, built_in: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(built_in=built_in, **kwargs)
         cls._overrides = own = overrides(cls, Transform)
-        if not built_in and "__setattr__" not in own:
-            cls.__setattr__ = nn.Module.__setattr__  # type: ignore[method-assign,assignment]
         if "invertible" not in vars(cls):
             cls.invertible = not own.isdisjoint(_INVERTING)
         if "_inv_call" in own and "inv" not in own and not cls._inverts_by_call:
@@ -674,6 +673,12 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         is_keyed = self._overrides.isdisjoint(_OF_VALUES)
         self.in_keys, self.out_keys = _pair(in_keys, out_keys, "", must_fit=type(self) in BUILT_IN or is_keyed)
         self.in_keys_inv, self.out_keys_inv = _pair(in_keys_inv, out_keys_inv, "_inv")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if type(self) in BUILT_IN:  # which keep modules as plain attributes, as these are faster to look up
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def clone(self: Self) -> Self:
         """A copy with the same settings and state that belongs to no environment."""
@@ -937,14 +942,17 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         """Called by a buffer on each write: `inv` for consecutive batches."""
         if not self._has_memory:
             return writing.inverted(self.inv, self, self._inv_once if self.inverse_in_order else self.inv)
-        if writing.in_place and self._memory.holds_back:
+        if writing.in_place and self._holds_back:
             raise TypeError(
                 f"{self.kind} holds steps back, so that nothing can replace stored steps through it; write to "
                 "rb.storage, past the transforms"
             )
-        ordered, before = writing.as_steps(), _snapshot(self._owner)
+        if self._unused is None:
+            self._keep_unused()
+        ordered = writing.as_steps()
         inverted = ordered.inverted(self.inv, self, self._inv_once)
-        self._memory.note(self._owner, before, inverted.steps_differ_from(ordered))
+        if not self._holds_back and inverted.steps_differ_from(ordered):
+            vars(self)[HOLDS_BACK] = True
         return inverted if inverted.resized else inverted.in_form_of(writing)
 
     def changes_writes(self) -> bool:
@@ -964,11 +972,16 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     def _inv_once(self, batch: Any) -> Any:
         """`inv` for data that do not continue the last write, without changing the transform."""
-        before = self.remember()
+        before, spaces = self.remember(), _namespaces(self._owner) if self._has_memory else []
+        attributes = [dict(space) for space in spaces]
         try:
             return self.inv(batch)
         finally:
             self.undo(before)
+            for space, values in zip(spaces, attributes, strict=True):
+                for name in space.keys() - values.keys():
+                    del space[name]
+                space.update(values)  # in place, as threads that prepare batches read them meanwhile
 
     def forward_stream(self, writing: WriteRequest) -> WriteRequest:
         """Called by a buffer on each write if the transform was appended with `invert=True`: `forward`."""
@@ -980,7 +993,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
         Raises:
             TypeError: it holds steps back without a `flush` that returns them.
         """
-        if self._has_memory and self._memory.holds_back:
+        if self._has_memory and self._holds_back:
             raise TypeError(
                 f"{self.kind} holds steps back, and has no `flush` that returns them: use "
                 "engram.envs.transforms.MultiStepTransform, or a subclass of Transform with a `flush` of its own"
@@ -992,41 +1005,54 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     # ---- state ----
     @property
-    def _memory(self) -> AttributeMemory:
-        memory: AttributeMemory = self.__dict__.setdefault(MEMORY, AttributeMemory())
-        return memory
-
-    @property
     def _owner(self) -> Any:
         """The object whose attributes the inverse changes."""
         return self
 
     def remember(self) -> Any:
-        """The present state, for `undo`; none of its values is changed in place later."""
-        if not self._remembers():
-            return self.state_dict()
-        buffers = [(module, _copies(module._buffers)) for module in self.modules()]
-        return self._memory.remember(self._owner), buffers
+        """The present declared state, for `undo`; none of its values is changed in place later."""
+        return [copies(module._buffers) for module in self.modules()] if self._remembers() else self.state_dict()
 
     def undo(self, before: Any) -> None:
         """Restores the state that `remember` returned, after a refused write."""
         if self._remembers():
-            memory, buffers = before
-            self._memory.undo(self._owner, memory)
-            for module, tensors in buffers:
+            for module, tensors in zip(self.modules(), before, strict=False):
                 module._buffers.update(tensors)
         elif before or self.state_dict():
             self.load_state_dict(before)
 
     def _remembers(self) -> bool:
-        kind = type(self)
-        has_own = (kind.state_dict, kind.get_extra_state) != (Transform.state_dict, Transform.get_extra_state)
-        return self._has_memory and not has_own
+        """Whether registered tensors are all of its declared state."""
+        return self._has_memory and self._overrides.isdisjoint(_OF_STATE)
 
     def empty(self) -> None:
         """Drops the state between writes; called when the buffer is emptied."""
-        if self._has_memory and self._memory.holds_back:
-            self._memory.forget(self._owner)
+        if not (self._has_memory and self._holds_back):
+            return
+        if self._declares_state():
+            self.load_state_dict({})
+            vars(self)[HOLDS_BACK] = False
+            return
+        warn_once(
+            self,
+            f"{self.kind} holds steps back and declares no state: those of before are written with the next ones, also "
+            "in each process and copy that has them. Declare it (register_buffer, or get_extra_state and "
+            "set_extra_state), or use engram.envs.transforms.MultiStepTransform",
+        )
+
+    def _declares_state(self) -> bool:
+        """Whether it says by its methods or registered tensors what its state is."""
+        return not self._overrides.isdisjoint(_OF_STATE) or any(module._buffers for module in self.modules())
+
+    def _keep_unused(self) -> None:
+        """Remembers what it is before its first write."""
+        vars(self)[UNUSED] = Unused(None, attributes_of(self._owner))
+
+    def lost_attributes(self) -> list[str]:
+        """Attributes that have changed since the first write and are in no state: each name, and of what kind it is."""
+        if self._unused is None or not self._overrides.isdisjoint(_OF_STATE):
+            return []
+        return self._unused.changed(self._owner)
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -1039,7 +1065,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             return super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         state: dict[str, Any] = self.get_extra_state()
         if self._parameters or self._buffers or self._modules:  # `_has_tensors`, inlined for speed
-            tensors, weights = _copies(self._saved_tensors()), dict(self.named_parameters()).keys()
+            tensors, weights = copies(self._saved_tensors()), dict(self.named_parameters()).keys()
             for kind, names in (("parameters", tensors.keys() & weights), ("buffers", tensors.keys() - weights)):
                 if names:
                     state = {**state, kind: {name: tensors[name] for name in tensors if name in names}}
@@ -1083,12 +1109,20 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """The state besides parameters and buffers."""
-        return self._memory.state_dict(self._owner, self.kind) if self._has_memory else {}
+        return {}
 
     def set_extra_state(self, state: Any) -> None:
         """Restores the result of `get_extra_state`; `{}` is the state of an unused transform."""
-        if self._has_memory:
-            self._memory.load_state_dict(self._owner, state)
+        if self._has_memory and "attributes" in state:  # until now, attributes that `_inv_call` had changed were saved
+            warnings.warn(
+                f"the state of {self.kind} has attributes that it had changed on writing, which are not loaded: "
+                f"{HOW_TO_DECLARE}",
+                stacklevel=2,
+            )
+
+    def adapts_state(self) -> bool:
+        """Whether its state is that of a user's object in it, which has methods of its own for it."""
+        return False
 
     def state_is_optional(self) -> bool:
         """Whether nothing is lost where the state is not loaded: a buffer without this transform may load it, then."""
@@ -1101,16 +1135,16 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
             ValueError: no such transform can have saved it.
         """
         forms.check(_STATE, state, f"the state of {self.kind}")
-        memory = self._memory.differences(self._owner, self.kind, state) if self._has_memory else []
+        different: list[str] = []
         own = self._saved_tensors() if self._has_tensors() else {}
         later = {name for name, value in self._buffers.items() if value is None} - self._non_persistent_buffers_set
         for kind, what in (("parameters", "parameter"), ("buffers", "buffer")):
             for name, tensor in state.get(kind, {}).items():
                 if name in own and own[name].shape != tensor.shape:
-                    memory.append(f"{self.kind} has {name} {list(own[name].shape)} here, {list(tensor.shape)} there")
+                    different.append(f"{self.kind} has {name} {list(own[name].shape)} here, {list(tensor.shape)} there")
                 elif name not in own and name not in later:
-                    memory.append(f"{self.kind} has no {what} {name!r} here, and one {list(tensor.shape)} there")
-        return memory
+                    different.append(f"{self.kind} has no {what} {name!r} here, and one {list(tensor.shape)} there")
+        return different
 
     def _has_tensors(self) -> bool:
         """Whether it may have parameters, buffers or modules registered as an `nn.Module`."""
@@ -1151,6 +1185,7 @@ class Transform(KeepsArguments, EnvTransformMixin, nn.Module):
 
 
 BUILT_IN.add(Transform)
+_OF_STATE = ("state_dict", "get_extra_state")
 _INVERTING = ("inv", "_inv_call", "_inv_apply_transform", "inverse_stream")
 _OF_VALUES = ("forward", "_call", "_reset", "_step")
 _OF_SPECS = tuple(
@@ -1261,6 +1296,9 @@ class InvertedTransform(Transform, built_in=True):
     def set_extra_state(self, state: Any) -> None:
         self.transform.load_state_dict(state)
 
+    def adapts_state(self) -> bool:
+        return self.transform.adapts_state()
+
     def state_is_optional(self) -> bool:
         return self.transform.state_is_optional()
 
@@ -1282,209 +1320,59 @@ class InvertedTransform(Transform, built_in=True):
 REGISTERED = "_registered_tensors"  # the attribute with the first value of each
 
 
-def _copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+def copies(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-# ---- attributes that an inverse keeps between writes ----
-Place = tuple[int, str]  # the number of the namespace, and the attribute's name
-Snapshot = list[dict[str, tuple[Any, Any]]]  # for each namespace: each attribute's value, and a copy of its content
-
-MEMORY = "_memory_of_writes"  # the attribute in which a transform keeps its `AttributeMemory`
-_LEFT_OUT = frozenset([*vars(nn.Module()), MEMORY, REGISTERED, WARNED])
+# ---- attributes that an inverse changes ----
+HOLDS_BACK, UNUSED = "_holds_back", "_unused"
+_LEFT_OUT = frozenset([*vars(nn.Module()), HOLDS_BACK, UNUSED, REGISTERED, WARNED])
 _NO_SETTINGS = frozenset([*vars(nn.Module()), "_arguments", WARNED])  # attributes that are not settings
+HOW_TO_DECLARE = (
+    "a Transform declares what lasts from one write to the next by register_buffer, or by get_extra_state and "
+    "set_extra_state, another object by state_dict and load_state_dict"
+)
 
 
-class _ABSENT:
-    """The value of a missing attribute: a class, which stays the same object when copied or pickled."""
+class Unused(NamedTuple):
+    """What a transform was before its first write.
 
-
-class AttributeMemory:
-    """The attributes of an object (and of the modules in a module) that its inverse has changed.
-
-    Tensors are compared by identity: in-place changes are not detected.
+    Tensors are compared by identity: changes in place are not seen.
     """
 
-    def __init__(self) -> None:
-        self.holds_back = False  # whether the inverse has ever returned another number of steps than it got
-        self._before: dict[Place, Any] = {}  # the changed attributes as they were before the first write
+    state: Any  #: what `remember` returned
+    attributes: list[dict[str, tuple[Any, Any]]]  #: of it, and of each module in it
 
-    def note(self, owner: Any, before: Snapshot, holds_back: bool) -> None:
-        """Adds the attributes that a write has changed."""
-        for i, name in _changed(owner, before):
-            old = before[i].get(name)
-            self._before.setdefault((i, name), _ABSENT if old is None else old[1])
-        self.holds_back = self.holds_back or holds_back
+    def changed(self, owner: Any) -> list[str]:
+        """The attributes that are others now, or have other members: each name, and of what kind it is."""
+        return [
+            f"{name} (a {type(value[0]).__name__})"
+            for now, before in zip(attributes_of(owner), self.attributes, strict=False)
+            for name, value in now.items()
+            if name not in before or not _are_same(value, before[name])
+        ]
 
-    def remember(self, owner: Any) -> Any:
-        return _snapshot(owner), dict(self._before), self.holds_back
 
-    def undo(self, owner: Any, remembered: Any) -> None:
-        before, self._before, self.holds_back = remembered
-        spaces = _namespaces(owner)
-        for i, name in _changed(owner, before):
-            _assign(spaces[i], name, before[i][name][1] if name in before[i] else _ABSENT)
+def attributes_of(owner: Any) -> list[dict[str, tuple[Any, Any]]]:
+    """The attributes of an object, and of the modules in a module: each value, and the members of a container."""
+    spaces = _namespaces(owner)
+    return [{n: (value, _members(value)) for n, value in space.items() if n not in _LEFT_OUT} for space in spaces]
 
-    def forget(self, owner: Any) -> None:
-        """Sets the attributes back to what they were before the first write."""
-        spaces = _namespaces(owner)
-        for (i, name), value in self._before.items():
-            _assign(spaces[i], name, value)
-        self._before, self.holds_back = {}, False
 
-    # ---- state ----
-    def state_dict(self, owner: Any, who: str) -> dict[str, Any]:
-        """The changed attributes that consist of tensors, TensorDicts, numbers and strings."""
-        spaces, attributes, lost = _namespaces(owner), [], []
-        for (i, name), first in self._before.items():
-            value = spaces[i].get(name, _ABSENT)
-            if value is first or value is _ABSENT:
-                continue
-            if (packed := _packed(value)) is None:
-                lost.append(f"{name} (a {type(value).__name__})")
-            else:
-                attributes.append({"place": i, "name": name, "value": packed})
-        if lost:
-            warnings.warn(
-                f"{who} has changed {', '.join(lost)} on writing, which cannot be saved: after the state is loaded, it "
-                "is as it was before the first write",
-                stacklevel=2,
-            )
-        return {"attributes": attributes, "holds_back": self.holds_back} if attributes else {}
-
-    def load_state_dict(self, owner: Any, state: dict[str, Any]) -> None:
-        if names := _never_saved(state):
-            raise ValueError(f"the state sets {', '.join(names)}, which no state may set")
-        self.forget(owner)
-        spaces = _namespaces(owner)
-        for entry in state.get("attributes", []):
-            i, name = entry["place"], entry["name"]
-            self._before[i, name] = _content(spaces[i].get(name, _ABSENT))
-            spaces[i][name] = _unpacked(entry["value"])
-        self.holds_back = state.get("holds_back", False)
-
-    def differences(self, owner: Any, who: str, state: dict[str, Any]) -> list[str]:
-        forms.check(_ATTRIBUTES, state, f"the state of {who}")
-        if names := [*_never_saved(state), *_methods_set(owner, state)]:
-            return [f"the saved {who} sets {', '.join(names)}, which no state may set"]
-        n = len(_namespaces(owner))
-        fits = all(0 <= entry["place"] < n for entry in state.get("attributes", []))
-        return [] if fits else [f"{who} consists of other modules than the saved one"]
+def _members(value: Any) -> list[Any] | None:
+    if isinstance(value, dict):
+        return [*value.items()]
+    return [*value] if isinstance(value, list | set | deque) else None
 
 
 def _namespaces(obj: Any) -> list[dict[str, Any]]:
-    """The dicts that hold an object's attributes; for an `nn.Module` also its buffers, and those of all its modules."""
-    if not isinstance(obj, nn.Module):
-        try:
-            return [vars(obj)]
-        except TypeError:  # an object without attributes
-            return []
-    if isinstance(obj, Transform):  # a Transform saves its buffers itself
+    """The dicts that hold the attributes of an object, and of the modules in a module."""
+    if isinstance(obj, nn.Module):
         return [vars(module) for module in obj.modules()]
-    return [names for module in obj.modules() for names in (vars(module), module._buffers)]
-
-
-def _never_saved(state: dict[str, Any]) -> list[str]:
-    """Names of attributes that hold an object's parts, such as modules, hooks, registered tensors."""
-    return [entry["name"] for entry in state.get("attributes", []) if entry["name"] in _LEFT_OUT]
-
-
-def _methods_set(owner: Any, state: dict[str, Any]) -> list[str]:
-    """Names of attributes that would take the place of methods and properties."""
-    modules = owner.modules() if isinstance(owner, nn.Module) else (owner,)
-    members = [item for module in modules for kind in type(module).__mro__ for item in vars(kind).items()]
-    methods = {name for name, value in members if callable(value) or isinstance(value, property | cached_property)}
-    return [entry["name"] for entry in state.get("attributes", []) if entry["name"] in methods]
-
-
-def _names(space: dict[str, Any]) -> Iterator[str]:
-    return (name for name in list(space) if name not in _LEFT_OUT)
-
-
-def _snapshot(obj: Any) -> Snapshot:
-    """The attributes of an object at this moment; tensors by identity, without a copy of their values."""
-    return [{name: (space[name], _content(space[name])) for name in _names(space)} for space in _namespaces(obj)]
-
-
-def _changed(obj: Any, before: Snapshot) -> list[Place]:
-    """The attributes that have another value or content than in the snapshot."""
-    return [
-        (i, name)
-        for i, (space, old) in enumerate(zip(_namespaces(obj), before, strict=False))
-        for name in dict.fromkeys((*_names(space), *old))
-        if _differs(space.get(name, _ABSENT), old.get(name))
-    ]
-
-
-def _assign(space: dict[str, Any], name: str, value: Any) -> None:
-    """Sets an attribute to a copy of `value`; deletes it if that is `_ABSENT`."""
-    if value is _ABSENT:
-        space.pop(name, None)
-    else:
-        space[name] = _content(value)
-
-
-def _content(value: Any) -> Any:
-    """A shallow copy of a container; any other value itself."""
-    plain = type(value) in (list, dict, set, deque, OrderedDict)
-    return value.copy() if plain or (type(value) is TensorDict and not value.is_locked) else value
-
-
-def _differs(now: Any, old: tuple[Any, Any] | None) -> bool:
-    if old is None or now is not old[0]:
-        return True
-    if now is old[1]:
-        return False
-    if isinstance(now, set):
-        return bool(now != old[1])
-    if isinstance(now, dict | TensorDict):
-        mine, theirs = list(now.items()), list(old[1].items())
-    else:
-        mine, theirs = list(enumerate(now)), list(enumerate(old[1]))
-    return len(mine) != len(theirs) or any(a[0] != b[0] or a[1] is not b[1] for a, b in zip(mine, theirs, strict=True))
-
-
-def _packed(value: Any) -> dict[str, Any] | None:
-    """A value in a form that can be saved; None if there is none."""
-    if type(value) is not TensorDict:
-        return {"value": _content(value)} if _is_plain(value) else None
-    entries = {key: _packed(value.get(key)) for key in value.keys()}  # noqa: SIM118 -- a TensorDict iterates over rows
-    return None if None in entries.values() else {"entries": entries, "shape": list(value.batch_size)}
-
-
-def _saved_value(packed: Any) -> None:
-    """The form of what `_packed` returns."""
-    if isinstance(packed, dict) and "value" in packed:
-        _storable(packed["value"])
-        return
-    forms.record({"entries": forms.mapping_of(_saved_value), "shape": forms.list_of(forms.integer())})(packed)
     try:
-        _unpacked(packed)
-    except (TypeError, ValueError, RuntimeError) as error:  # as TensorDict refuses entries
-        raise forms.WrongFormError(packed["entries"], f"entries of a TensorDict {packed['shape']}: {error}") from None
-
-
-def _storable(value: Any) -> None:
-    """The form of a value that `_is_plain` allows."""
-    if not _is_plain(value):
-        raise forms.WrongFormError(value, "a tensor, an array of numbers, a number, a string, None, or consist of such")
-
-
-def _unpacked(packed: dict[str, Any]) -> Any:
-    if "value" in packed:
-        return _content(packed["value"])
-    return TensorDict({key: _unpacked(entry) for key, entry in packed["entries"].items()}, packed["shape"])
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    if type(value) is dict:
-        return all(type(key) is str and _is_plain(one) for key, one in value.items())
-    of_numbers = type(value) is np.ndarray and value.dtype.kind in "biufc"
-    return of_numbers or type(value) in (type(None), bool, int, float, str, Tensor, torch.Size)
+        return [vars(obj)]
+    except TypeError:  # an object without attributes
+        return []
 
 
 _STATE = forms.record({}, {"parameters": forms.mapping_of(forms.tensor()), "buffers": forms.mapping_of(forms.tensor())})
-_ATTRIBUTE = forms.record({"place": forms.integer(), "name": forms.text, "value": _saved_value})
-_ATTRIBUTES = forms.record({}, {"attributes": forms.list_of(_ATTRIBUTE), "holds_back": forms.boolean})

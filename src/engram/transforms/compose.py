@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, overload
 
@@ -14,7 +15,7 @@ from engram import _forms as forms
 from engram._arguments import BUILT_IN, describe
 from engram.pytree import Key
 from engram.transforms.adapters import as_transform
-from engram.transforms.base import StreamTraits, Transform, WriteRequest
+from engram.transforms.base import HOW_TO_DECLARE, StreamTraits, Transform, WriteRequest
 from engram.transforms.roles import Role
 
 
@@ -195,6 +196,11 @@ class Compose(Transform, built_in=True):
         entries = []
         for (kind, nth), transform in self._named().items():
             state = transform.state_dict()
+            if lost := transform.lost_attributes():
+                warnings.warn(
+                    f"{kind} has changed {', '.join(lost)} on writing, which cannot be saved: {HOW_TO_DECLARE}",
+                    stacklevel=2,
+                )
             if state:
                 entry = {"kind": kind, "nth": nth, "state": state, "settings": transform.state_settings()}
                 entries.append({**entry, "optional": True} if transform.state_is_optional() else entry)

@@ -374,9 +374,10 @@ class TrajectoryTransform(Transform, built_in=True):
     def differences(self, state: dict[str, Any]) -> list[str]:
         different = super().differences(state)
         own = state.keys() - {"parameters", "buffers"}
-        if own and type(self) in BUILT_IN:  # a user's class may have another state
-            forms.check(self._state_form(), state, f"the state of {self.kind}")
-        if "done" in own and type(self) in BUILT_IN:
+        if not own or type(self) not in BUILT_IN:  # a user's class may have another state
+            return different
+        forms.check(self._state_form(), state, f"the state of {self.kind}")
+        if "done" in own:
             forms.check(forms.record({"value": self._value_form()}), state, f"the state of {self.kind}")
             sizes = {t.shape[:1] for t in _tensors_in([state["done"], state["ids"], state["value"]])}
             if len(sizes) > 1:

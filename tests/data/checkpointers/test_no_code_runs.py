@@ -5,16 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from tensordict import TensorDict
 
 import engram
 from contracts.each import each
-from engram.data import LazyTensorStorage, ReplayBuffer
-from engram.transforms.base import MEMORY, REGISTERED, Transform
 
 ROOT = Path(engram.__file__).parent
 
@@ -195,32 +190,3 @@ def test_on_the_loading_path_no_attribute_is_named_by_what_was_read(trees: dict[
         for file in sorted((ROOT / part).rglob("*.py") if "." not in part else ROOT.glob(part)):
             found |= {(str(file.relative_to(ROOT)), where) for where in computed(trees[file])}
     assert found == set(COMPUTED)
-
-
-class Counting(Transform):
-    """Has a registered tensor, and an attribute that its inverse changes."""
-
-    def __init__(self) -> None:
-        super().__init__(in_keys=["a"])
-        self.register_buffer("mean", torch.zeros(1))
-        self.seen = 0
-
-    def _inv_call(self, batch: Any) -> Any:
-        self.seen += 1
-        return batch
-
-
-@pytest.mark.deep
-@each("name", [REGISTERED, MEMORY, "_modules", "_forward_hooks"])
-def test_no_state_sets_what_a_transform_consists_of(name: str) -> None:
-    rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Counting(), batch_size=2)
-    rb.extend(TensorDict({"a": torch.zeros(3)}, [3]))
-    transform = rb.transform[0]
-    state = transform.state_dict()
-    assert [entry["name"] for entry in state["attributes"]] == ["seen"]
-    state["attributes"][0]["name"] = name
-    before = dict(vars(transform))
-    with pytest.raises(ValueError, match=f"sets {name}"):
-        transform.load_state_dict(state)
-    assert vars(transform) == before
-    assert any(f"sets {name}" in reason for reason in transform.differences(state))

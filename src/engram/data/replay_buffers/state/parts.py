@@ -181,6 +181,13 @@ def as_saved(form: SavedPart) -> SavedPart:
     return form if type(form.part) in BUILT_IN else SavedOwnPart(form)
 
 
+class SavedObject(SavedPart):
+    """A transform of the library's own that adapts a user's object, whose state is put back by its own methods."""
+
+    def _own_restore_point(self) -> Callable[[], None]:
+        return functools.partial(_load_again, self.part, self.given, copy.deepcopy(self.part.state_dict()))
+
+
 class SavedTransforms(SavedPart):
     """The transforms of a buffer. Where no state was saved, they begin anew."""
 
@@ -197,7 +204,9 @@ class SavedTransforms(SavedPart):
 def saved_transforms(compose: Compose) -> SavedPart:
     """The transforms of a buffer, as they are saved and loaded."""
     members = [
-        saved_transforms(one) if isinstance(one, Compose) else as_saved(SavedPart(one, one.kind))
+        saved_transforms(one)
+        if isinstance(one, Compose)
+        else as_saved((SavedObject if one.adapts_state() else SavedPart)(one, one.kind))
         for one in compose.transforms
     ]
     form = SavedTransforms(compose, None, members=members)
