@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 
 def overrides(kind: type, base: type) -> frozenset[str]:
-    """The names that a class, or a parent between it and `base`, defines otherwise than `base` has them."""
+    """The names that a class, or a parent between it and `base`, defines otherwise than `base` has them.
+
+    As they are when it is asked for the first time.
+    """
+    return _overrides(kind, base)
+
+
+@functools.cache
+def _overrides(kind: Any, base: Any) -> frozenset[str]:
     parents = kind.__mro__
     theirs = _members(base.__mro__)
     own = _members(parents[: parents.index(base)])

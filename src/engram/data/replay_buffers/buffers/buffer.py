@@ -931,14 +931,9 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         With ndim=2 and the index [n, 2] that `extend` returned, priorities may have the form of the data, as
         `[envs, time]`. Errors as `Sampler.update_priority`.
         """
-        sampler = self._sampler
         if self._storage.ndim > 1:
             priority = in_index_order(self._storage, self._parts.time_dim, index, priority)
-        with sampler.lock:
-            if generation is None:  # which a sampler of a user's own may not take
-                sampler.update_priority(index, priority, storage=self._storage)
-            else:
-                sampler.update_priority(index, priority, generation=generation, storage=self._storage)
+        self._parts.plan.update(index, priority, generation=generation, storage=self._storage)
 
     def mark_update(self, index: Index) -> None:
         """Tells the sampler that stored steps have changed."""

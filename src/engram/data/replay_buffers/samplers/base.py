@@ -379,7 +379,8 @@ class Sampler(SentByState, PartlyCopied, KeepsArguments, abc.ABC):
         """How it draws from a storage, for the buffer that puts the two together."""
         has_epochs = self.storage_state.number is not None
         return DrawPlan(
-            partial(self._draw_batch, storage), _rows_of_batch, partial(_cursor, self), partial(_put_back, self),
+            partial(self._draw_batch, storage), self.update_priority, _rows_of_batch,
+            partial(_cursor, self), partial(_put_back, self),
             takes_lock=not has_epochs, ran_out=partial(_ran_out, self) if has_epochs else None,
             epoch=partial(_epoch_of, self) if has_epochs else None,
         )  # fmt: skip
@@ -643,10 +644,18 @@ def _own_plan(plan: DrawPlan, sampler: Sampler, storage: Storage, own: frozenset
     It draws under its lock, one draw at a time; what it says of an epoch, of priorities and of rows is asked of itself.
     """
     return plan._replace(
-        draw=partial(_draw_checked, sampler, storage), native=None, is_loose=None, takes_lock=False, own_info=True,
+        draw=partial(_draw_checked, sampler, storage), update=partial(_update_own, sampler),
+        native=None, is_loose=None, takes_lock=False, own_info=True,
         ran_out=partial(_ran_out, sampler), takes_priorities="checked_priorities" in own,
         takes_updates="update_priority" in own, is_told="add" in own or "extend" in own,
     )  # fmt: skip
+
+
+def _update_own(sampler: Sampler, index: Any, priority: Any, *, generation: Any, storage: Storage) -> None:
+    # A sampler of a user's own may take no generation: it is only given where there is one.
+    given = {} if generation is None else {"generation": generation}
+    with sampler.lock:
+        sampler.update_priority(index, priority, **given, storage=storage)
 
 
 # ---- what a sampler of a user's own returns ----

@@ -39,6 +39,7 @@ class DrawPlan(NamedTuple):
 
     Attributes:
         draw: draws a batch of n, with all that is needed to read it. The caller holds the sampler's lock.
+        update: as `Sampler.update_priority`, under the lock.
         most_rows: the most rows that a batch of n can have: asked before a huge one is drawn. None: not known.
         cursor: what a draw changes, for `put_back`: taken before every batch that is prepared ahead, so small. The
             caller holds the lock.
@@ -62,6 +63,7 @@ class DrawPlan(NamedTuple):
     """
 
     draw: Callable[[int], Draw]
+    update: Callable[..., None]
     most_rows: Callable[[int], int | None]
     cursor: Callable[[], Any]
     put_back: Callable[[Any], None]
