@@ -14,7 +14,7 @@ import math
 import re
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 NEGATED = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "==", "in": "not in", "is": "is not"}
@@ -28,6 +28,8 @@ SILENT = re.compile(
     r"\b(warn\w*|log\w*|debug|collect|sleep|reserve|shrink_to_fit|madvise|\w*prefetch)$"
 )  # calls whose loss nobody sees, or only as a text
 COMMUTES = {"max", "min", "isinstance", "issubclass", "hasattr", "getattr", "cast", "equal", "gcd", "allclose"}
+LINES_EACH, LEAST_LINES, NATIVE_MUTANTS = 150, 200, 150
+WEIGHTS = {"raise removed": 2.0, "lock dropped": 8.0}  # how much more often than others they are drawn
 SIGNALS = re.compile(r"\bkill(pg)?\(|send_signal|\bumount|setrlimit")
 
 
@@ -286,18 +288,41 @@ def candidates(root: Path) -> list[Mutant]:
     return numbered
 
 
-def choose(found: Iterable[Mutant], count: int, seed: int, kept: Iterable[str] = ()) -> list[Mutant]:
-    """`count` mutants: those of `kept` that are left, then others, from each package and kind by the root of its size.
+def quotas(root: Path) -> dict[str, int]:
+    """How many mutants each file is to have at least, by its lines; and how many all native files together."""
+    lines = {str(file.relative_to(root)): file.read_text().count("\n") for file in (root / "engram").rglob("*.py")}
+    of_python = {file: n // LINES_EACH for file, n in lines.items() if n > LEAST_LINES}
+    return {**of_python, "native": NATIVE_MUTANTS}
+
+
+def choose(
+    found: Iterable[Mutant], count: int, seed: int, kept: Iterable[str] = (), wanted: Mapping[str, int] | None = None
+) -> list[Mutant]:
+    """`count` mutants: those of `kept` that are left, then as many as `wanted` of each file, then others, of each
+    package and kind by the root of its size.
 
     The order is a function of each mutant's content, so that others take their places only where the source changed.
+    Of a file, raises and locks come before others of their rank.
     """
     groups: dict[tuple[str, str], list[Mutant]] = defaultdict(list)
+    of_files: dict[str, list[Mutant]] = defaultdict(list)
     kept = set(kept)
     for m in found:
         groups[m.package, m.kind].append(m)
-    order: list[tuple[bool, float, str, Mutant]] = []
+        of_files["native" if m.package == "native" else m.file].append(m)
+
+    def place(m: Mutant) -> float:
+        drawn = hashlib.blake2s(f"{seed} {m.number}".encode(), digest_size=6).digest()
+        return int.from_bytes(drawn, "big") / (WEIGHTS.get(m.kind, 1.0) * 2**48)
+
+    first: set[str] = set()
+    for file, n in (wanted or {}).items():
+        ranked = sorted(of_files[file], key=lambda m: (m.number not in kept, place(m), m.number))
+        first |= {m.number for m in ranked[:n]}
+    order: list[tuple[bool, bool, float, str, Mutant]] = []
     for group in groups.values():
         group.sort(key=lambda m: (m.number not in kept, hashlib.blake2s(f"{seed} {m.number}".encode()).digest()))
         for rank, m in enumerate(group):
-            order.append((m.number not in kept, (rank + 0.5) / math.sqrt(len(group)), m.number, m))
-    return [m for *_, m in sorted(order, key=lambda entry: entry[:3])][:count]
+            share = (rank + 0.5) / math.sqrt(len(group))
+            order.append((m.number not in kept, m.number not in first, share, m.number, m))
+    return [m for *_, m in sorted(order, key=lambda entry: entry[:4])][:count]

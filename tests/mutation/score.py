@@ -23,7 +23,7 @@ from collections.abc import Generator
 from pathlib import Path
 
 from . import native, reach, runs
-from .candidates import Mutant, candidates, choose
+from .candidates import Mutant, candidates, choose, quotas
 
 ROOT = Path(__file__).parents[2]
 KEPT = Path(__file__).with_name("score.jsonl")
@@ -167,7 +167,9 @@ def run(args: argparse.Namespace) -> None:
 
     able = [m for m in found if asked(m) and (m.package != "native" or m.number in alive)]
     kept = read(KEPT)
-    chosen = able if args.numbers else choose(able, args.count, args.seed, [r.number for r in kept])
+    chosen = (
+        able if args.numbers else choose(able, args.count, args.seed, [r.number for r in kept], quotas(ROOT / "src"))
+    )
     results = BUILT / f"results-{state}-{'-'.join(tiers)}.jsonl"
     done = {} if args.numbers else {r.number: r for r in read(results)}
     left = [m for m in chosen if m.number not in done]

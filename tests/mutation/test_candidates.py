@@ -121,6 +121,14 @@ def test_mutants_keep_their_numbers_where_other_lines_change(sources):
     assert len(before - after) == 1 and len(after - before) == 2
 
 
+def test_choice_has_what_is_wanted_of_each_file(sources):
+    found = candidates(sources())
+    file = found[0].file
+    others = [m.number for m in found if m.file != file]
+    chosen = choose(found, len(others) // 2 + 3, 3, others[: len(others) // 2], {file: 3})
+    assert sum(m.file == file for m in chosen) == 3 and {m.number for m in chosen} >= {*others[: len(others) // 2]}
+
+
 def test_choice_has_all_kinds_and_keeps_what_was_chosen_before(sources):
     found = candidates(sources())
     few, more = choose(found, 8, seed=3), choose(found, 12, seed=3)
