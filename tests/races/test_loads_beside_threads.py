@@ -382,6 +382,8 @@ METHODS = {
     "_complete_copy": lambda s, st: copy.deepcopy(s),
     "draw_plan": _draw_again,
     "_draw_batch": _draw_again,
+    "as_draw": _draw_again,
+    "_empty": lambda s, st: s._empty(),
     "saved_form": _saved_form,
     "_draw_seed": lambda s, st: s._draw_seed(st, st.lanes),
     "_config": lambda s, st: s._config(),

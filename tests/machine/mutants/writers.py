@@ -75,7 +75,7 @@ WRITER_MUTANTS = {
     "a cursor that is one further after the wrap": Mutant(cursor_after_the_wrap),
     "a writer that returns the next slot": Mutant(around(RoundRobinWriter, "write", returns_the_next_slot)),
     "a writer that leaves out the last row": Mutant(around(RoundRobinWriter, "write", writes_all_but_the_last)),
-    "rows that store the index of the next": Mutant(around(OwnIndex, "of_next", next_index), writers=("with index",)),
+    "rows that store the index of the next": Mutant(around(OwnIndex, "of", next_index), writers=("with index",)),
     "an immutable data set that can be emptied": Mutant(
         around(ImmutableDatasetWriter, "check_mutable", lambda check, writer, operation: None),
         writers=("round robin", "immutable"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import threading
@@ -92,7 +91,7 @@ class BufferLoad:
         self.misfits = {name for name, each in found.items() if each}
 
     def _differences(self, name: str, part: SavedPart) -> list[str]:
-        with self._damage_of(part):
+        with as_damage(self._malformed, "this buffer", part.damage):
             saved = self._states[name]
             forms.check(PART, saved, f"the {name}")
             kind = saved.get("kind")
@@ -103,14 +102,8 @@ class BufferLoad:
     def check(self) -> None:
         """An error where a state cannot be taken over here, before anything is changed for it."""
         for name, part in self._each:
-            with self._damage_of(part):
+            with as_damage(self._malformed, "this buffer", part.damage):
                 part.check(self._states[name]["state"], self._buffer.storage)
-
-    def _damage_of(self, part: SavedPart) -> contextlib.AbstractContextManager[None]:
-        """Around a look at a part's state: a ValueError of a built-in part means that the state is damaged; one that a
-        user's own part raises is its own error.
-        """
-        return as_damage(self._malformed, "this buffer", part.damage)
 
     def run(self, rows: RowsPlan | None) -> None:
         """Commits it, with its rows where there is a plan for them; after an error the buffer is as it was.

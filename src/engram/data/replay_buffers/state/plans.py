@@ -214,9 +214,10 @@ class SavedStorage(abc.ABC):
 
         Errors as `loads`.
         """
-        load = functools.partial(saved.load_storage, self._storage.checkpointer)
+        checkpointer = self._storage.checkpointer
+        load = functools.partial(saved.load_storage, checkpointer)
         is_empty = self.is_empty()
-        staging = None if is_empty else self._storage.checkpointer.staging(self)
+        staging = None if is_empty else checkpointer.staging(self)
         commit: Callable[[], None] | None = None
         if staging is not None:
             try:
@@ -225,7 +226,7 @@ class SavedStorage(abc.ABC):
             except TooManyRowsError:  # they are verified, and then read a second time
                 pass
         if commit is None:
-            commit = functools.partial(load, self._storage.checkpointer.sink(self))
+            commit = functools.partial(load, checkpointer.sink(self))
         return RowsPlan(commit, self.restore_point(), not is_empty, self.incarnations)
 
 
