@@ -8,6 +8,7 @@ the driver belongs, has the machine's own memory and an address on the bridge. I
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,9 @@ HEALTH = {
 _NETWORK = "10.77.{net}.{host}"
 _STORE = 80 << 20  # bytes of each node's object store
 _MEMORY = "512m"  # of each node's /dev/shm
+_TOLD = 3_000  # characters of each log of a node that does not join
 _START = 120.0  # seconds
+_STARTS = 2  # of a node: Ray does not always bring one up, which is no matter of these tests
 
 
 def why_not() -> str:
@@ -54,6 +58,7 @@ class Node:
 
     def __init__(self, cluster: NamespaceCluster, number: int, resources: dict[str, int]) -> None:
         self.address = cluster.address_of(number)
+        self._folder = cluster.folder
         self._space, self._link = f"{cluster.name}n{number}", f"{cluster.name}v{number}"
         _run("ip", "netns", "add", self._space)
         _run("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "netns", self._space)
@@ -99,6 +104,17 @@ class Node:
                 if len(ids) > 1:
                     found[int(ids[-1])] = int(ids[0])
         return found
+
+    def told(self) -> str:
+        """The ends of its output, and of Ray's own logs in it."""
+        files = [Path(self._output.name)]
+        for process in self.processes().values():
+            root = Path(f"/proc/{process}/root{self._folder}")
+            files += [*root.glob("ray/session_2*/logs/raylet.*"), *root.glob("session_2*/logs/raylet.*")]
+            break
+        lines = {f.name: f.read_text(errors="replace").splitlines() for f in files if f.is_file()}
+        ends = {name: "\n".join(x for x in told if "[state-dump]" not in x)[-_TOLD:] for name, told in lines.items()}
+        return "\n".join(f"--- {name}:\n{end}" for name, end in ends.items())
 
     def memory(self) -> list[str]:
         """The names in its /dev/shm."""
@@ -207,22 +223,29 @@ class NamespaceCluster:
         _until(joined, "the head node does not start")
 
     def add(self, **resources: int) -> Node:
-        """Starts another node, and waits until it has joined."""
+        """Starts another node, and waits until it has joined; in place of one that does not, one more."""
+        for left in reversed(range(_STARTS)):
+            node = Node(self, next(self._numbers), resources)
+            self.nodes.append(node)
+            try:
+                _until(functools.partial(self._joined, node), f"the node {node.address} does not join")
+                return node
+            except (TimeoutError, RuntimeError) as error:
+                if not left:
+                    raise type(error)(f"{error}\n{node.told()}") from None
+                warnings.warn(f"another node is started, as: {error}\n{node.told()}", stacklevel=2)
+                self.remove(node)
+        raise AssertionError("unreachable")
+
+    def _joined(self, node: Node) -> bool:
         import ray
 
-        node = Node(self, next(self._numbers), resources)
-        self.nodes.append(node)
-
-        def joined() -> bool:
-            if node.has_ended:
-                raise RuntimeError(f"a node has ended: {Path(node._output.name).read_text()}")
-            for one in ray.nodes():
-                if one["Alive"] and one["NodeManagerAddress"] == node.address:
-                    node.node_id = one["NodeID"]
-            return bool(node.node_id)
-
-        _until(joined, f"the node {node.address} does not join")
-        return node
+        if node.has_ended:
+            raise RuntimeError(f"the node {node.address} has ended")
+        for one in ray.nodes():
+            if one["Alive"] and one["NodeManagerAddress"] == node.address:
+                node.node_id = one["NodeID"]
+        return bool(node.node_id)
 
     def node_of(self, node_id: str) -> Node:
         """A node by Ray's id."""
