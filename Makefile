@@ -132,10 +132,10 @@ mutants: $(VENV)/.engram $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -n $(WORKERS) -m mutant --mutants $(PYTEST)
 	$(MAKE) --no-print-directory model
 
-# MUTANTS=300 SEED=0 ONLY=engram/store or a package, REPEAT="numbers", MINUTES=120, DEEP=1 with the deep tests, UPDATE=1
+# MUTANTS=600 SEED=0 ONLY=engram/store or a package, REPEAT="numbers", MINUTES=120, DEEP=1 with the deep tests, UPDATE=1
 # writes tests/mutation/score.jsonl. Goes on where it was interrupted.
 .PHONY: mutation-score mutation-compare call-trace
-MUTANTS ?= 300
+MUTANTS ?= 600
 SEED ?= 0
 mutation-score: $(VENV)/.engram $(VENV)/.dev
 	PATH=$(abspath $(VENV))/bin:$$PATH PYTHONPATH=tests $(VENV)/bin/python -m mutation.score run --count $(MUTANTS) \

@@ -44,7 +44,6 @@ EVERY = (
     ".ci",
     "constraints.txt",
     "pyproject.toml",
-    "CMakeLists.txt",
     "packaging/ci.py",
     "packaging/environment.py",
     "packaging/requirements-*.txt",
@@ -87,38 +86,42 @@ def make(name: str, *targets: str, **settings: Any) -> Part:
 
 BUILT = ("environment",)
 PEERS = (*BUILT, "peers")
+#: What the native core is built from.
+NATIVE = ("src/native", "CMakeLists.txt")
 #: What all tests use.
 HELP = ("tests/conftest.py", "tests/contracts")
 #: Of a satellite a submission looks at its own code; `make release-check` runs it whatever has changed.
 RAY = (
     "src/engram/distributed",
-    "src/native",
+    *NATIVE,
     "tests/cluster",
     "tests/distributed/shards.py",
-    "docs",
+    "tests/docs/pages.py",
+    "docs/how-to/clusters.md",
+    "docs/how-to/many-machines.md",
     "benchmarks",
     *HELP,
 )
-CLIENTS = ("src", "tests/clients", "benchmarks", *HELP)
+CLIENTS = ("src", "CMakeLists.txt", "tests/clients", "benchmarks", *HELP)
 #: In the order in which they start: what the others need, then the longest.
 PARTS = (
     make("environment"),
     Part("tools", (".ci/tools",)),
     make("model", needs=("tools",), sees=("tests/model", "src/native/*_protocol.hpp", "src/native/crc32c.hpp")),
     make("test-ray", needs=BUILT, sees=RAY, waits=True),
-    make("wheel-check", sees=("src/native", "packaging", "tests/native", *HELP, "README.md", "LICENSE*")),
+    make("wheel-check", sees=(*NATIVE, "packaging", "tests/native", *HELP, "README.md", "LICENSE*")),
     make(
         "instructions",
         "instructions",
         "INSTRUCTIONS=--must-compare",
         needs=("tools", *BUILT),
-        sees=("src", "benchmarks"),
+        sees=("src", "CMakeLists.txt", "benchmarks"),
     ),
-    make("oldest", needs=BUILT, sees=("src", "tests/versions", "constraints-oldest.txt")),
-    make("newest", needs=BUILT, sees=("src", "tests/versions", "constraints-newest.txt")),
+    make("oldest", needs=BUILT, sees=("src", "CMakeLists.txt", "tests/versions", "constraints-oldest.txt")),
+    make("newest", needs=BUILT, sees=("src", "CMakeLists.txt", "tests/versions", "constraints-newest.txt")),
     make("static", needs=BUILT),
     make("peers", ".venv-bench/.engram", needs=BUILT),
-    make("docs", sees=("docs", "mkdocs.yml", "src", "packaging", "examples", "benchmarks", "*.md")),
+    make("docs", sees=("docs", "mkdocs.yml", "src", "CMakeLists.txt", "packaging", "examples", "benchmarks", "*.md")),
     make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=CLIENTS),
     make("tests", "test-tiers", needs=BUILT, alone=True),
     make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=CLIENTS, alone=True, of_releases=True),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from contracts.waiting import comes, is_gone
+from docs.pages import pages
 
 ROOT = Path(__file__).parents[1]
 
@@ -225,6 +226,11 @@ def test_every_path_that_a_part_sees_is_in_the_repository(ci):
         pytest.skip("this is no clone")
     for path in {*ci.EVERY, *(path for part in ci.PARTS for path in part.sees)}:
         assert subprocess.run(["git", "ls-files", "--", path], cwd=ROOT, capture_output=True).stdout, path
+
+
+def test_clusters_see_every_page_that_runs_on_one(ci):
+    (sees,) = (part.sees for part in ci.PARTS if part.name == "test-ray")
+    assert set(pages(with_peers=False, on_cluster=True)) <= set(sees)
 
 
 def test_model_sees_every_native_file_that_it_includes(ci):

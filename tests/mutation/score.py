@@ -1,6 +1,6 @@
 """`make mutation-score`: plants mutants one at a time and runs the tests that reach each until one fails.
 
-    python -m mutation.score run --count 300 --seed 0 [--only engram/store] [--numbers 1a2b3c4d ...] [--update]
+    python -m mutation.score run --count 600 --seed 0 [--only engram/store] [--numbers 1a2b3c4d ...] [--update]
     python -m mutation.score compare [FILE]         that, or what was found so far, against tests/mutation/score.jsonl
 
 Results are appended as they come to build/mutation/, so that an interrupted run goes on when it is started again.
@@ -238,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     running = commands.add_parser("run")
-    running.add_argument("--count", type=int, default=300)
+    running.add_argument("--count", type=int, default=600)
     running.add_argument("--seed", type=int, default=0)
     running.add_argument("--only", help="a package, or the beginning of files' names below src")
     running.add_argument("--numbers", nargs="*", help="these mutants once more")

@@ -415,7 +415,7 @@ def some_of_each_call() -> list[str]:
     for case in ALL:
         calls.setdefault(case.rpartition(", ")[0] or case, []).append(case)
     for k, (call, cases) in enumerate(calls.items()):
-        step = 1 if "again" in call else min(3, len(cases)) if len(cases) > len(STORAGES) else len(cases)
+        step = 1 if "again" in call else min(5, len(cases)) if len(cases) > len(STORAGES) else len(cases)
         kept += cases[(k + 1) % step :: step]
     return [*kept, "extend, list"]
 
