@@ -946,7 +946,7 @@ class TreeSpec:
 
     def is_plain(self) -> bool:
         """Whether the native codec takes this form: TensorDicts, dicts with strings as keys, and leaves only."""
-        is_keyed = self.kind in ("leaf", "td", "dict") and not any(type(key) is int for key in self.keys)
+        is_keyed = self.kind in ("leaf", "td", "dict") and int not in map(type, self.keys)
         return is_keyed and all(map(TreeSpec.is_plain, self.children))
 
     def native(self) -> tuple[Any, ...]:
@@ -971,12 +971,12 @@ def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPa
     if isinstance(obj, TensorDictBase):
         dim = _dim_of_members(obj, batch_dims)
         if dim is not None:
-            children = tuple(_describe(m, batch_dims, (*path, i), leaves) for i, m in enumerate(obj.unbind(dim)))
+            children = tuple([_describe(m, batch_dims, (*path, i), leaves) for i, m in enumerate(obj.unbind(dim))])
             return TreeSpec("stack", children=children, batch=tuple(obj.batch_size[batch_dims:]), dim=dim - batch_dims)
         items = tensordict_items(obj, path)
-        children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in items)
+        children = tuple([_describe(v, batch_dims, (*path, k), leaves) for k, v in items])
         return TreeSpec(
-            "td", keys=tuple(k for k, _ in items), children=children, batch=tuple(obj.batch_size[batch_dims:])
+            "td", keys=tuple([k for k, _ in items]), children=children, batch=tuple(obj.batch_size[batch_dims:])
         )
     if isinstance(obj, dict):
         for key in obj:
@@ -984,10 +984,10 @@ def _describe(obj: Any, batch_dims: int, path: KeyPath, leaves: list[tuple[KeyPa
                 raise TypeError(f"keys must be strings or integers, found {key!r} under {format_key(path)}")
             if type(key) is int and str(key) in obj:
                 raise TypeError(f"a dict has the keys {key} and '{key}' under {format_key(path)}: one name in a file")
-        children = tuple(_describe(v, batch_dims, (*path, k), leaves) for k, v in obj.items())
+        children = tuple([_describe(v, batch_dims, (*path, k), leaves) for k, v in obj.items()])
         return TreeSpec("dict", keys=tuple(obj), children=children)
     if isinstance(obj, list | tuple):
-        children = tuple(_describe(v, batch_dims, (*path, i), leaves) for i, v in enumerate(obj))
+        children = tuple([_describe(v, batch_dims, (*path, i), leaves) for i, v in enumerate(obj)])
         return TreeSpec("list" if isinstance(obj, list) else "tuple", children=children)
     leaves.append((path, obj))
     return TreeSpec("leaf", leaf=len(leaves) - 1)

@@ -142,11 +142,36 @@ class LeafSpec:
         return self.dtype.itemsize * math.prod(self.shape)
 
 
+NO_TENSOR = "nothing to store: the data hold no tensor"
 #: The sequence of a row that was written over another one out of turn; 0: the row has the one that its lane counts.
 SEQUENCE = LeafSpec(("sequence",), torch.int64, (), hidden=True)
 #: What tells where the next observation of an earlier row is, in rows that hold their observations.
 WORD = LeafSpec(("word",), torch.uint8, (), hidden=True)
 _MOST_IN_ROW = 512  # bytes of observations: larger ones have a column of their own
+
+
+def specs_of(entries: Sequence[tuple[KeyPath, Any]], batch_dims: int) -> list[LeafSpec]:
+    """The leaves of a row, from those of a batch whose first `batch_dims` dimensions are not part of a step.
+
+    Raises:
+        ValueError, TypeError: one cannot be stored, or there is none.
+    """
+    if not entries:
+        raise ValueError(NO_TENSOR)
+    leaves = []
+    for path, value in entries:
+        tensor = pytree.as_tensor(value, path)
+        if tensor.dtype not in _DLPACK:
+            raise TypeError(
+                f"{pytree.format_key(path)} has dtype {tensor.dtype}; a row holds {', '.join(sorted(_NAMES))}"
+            )
+        if tensor.ndim < batch_dims:
+            raise ValueError(
+                f"{pytree.format_key(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} "
+                "dimensions" + _list_advice(path)
+            )
+        leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
+    return leaves
 
 
 class LayoutState(dict[str, Any]):
@@ -180,13 +205,13 @@ class RowLayout:
 
     def __init__(self, root: TreeSpec, leaves: list[LeafSpec], carries_sequence: bool = False) -> None:
         if not leaves:
-            raise ValueError("nothing to store: the data hold no tensor")
+            raise ValueError(NO_TENSOR)
         self.take_root(root)
         #: Every leaf of a row: those of a batch, then the hidden one.
         self.stored = _packed([*leaves, SEQUENCE] if carries_sequence else leaves)
         self.leaves = [leaf for leaf in self.stored if not leaf.hidden]
         self.carries_sequence = carries_sequence
-        self.paths = frozenset(leaf.path for leaf in self.leaves)  # read by each write
+        self.paths = frozenset([leaf.path for leaf in self.leaves])  # read by each write
         self.payload_bytes = max(1, _row_bytes(self.stored))
         self.alignment = max(8, *[leaf.dtype.itemsize for leaf in self.stored])
         self.plain = root.is_plain() and _builds_tensordicts()
@@ -220,20 +245,7 @@ class RowLayout:
     def of(cls, batch: Any, batch_dims: int) -> RowLayout:
         """The layout of a batch whose first `batch_dims` dimensions are not part of a step."""
         root, entries = pytree.describe(batch, batch_dims)
-        leaves = []
-        for path, value in entries:
-            tensor = pytree.as_tensor(value, path)
-            if tensor.dtype not in _DLPACK:
-                raise TypeError(
-                    f"{pytree.format_key(path)} has dtype {tensor.dtype}; a row holds {', '.join(sorted(_NAMES))}"
-                )
-            if tensor.ndim < batch_dims:
-                raise ValueError(
-                    f"{pytree.format_key(path)} has shape {list(tensor.shape)}, but the batch has {batch_dims} "
-                    "dimensions" + _list_advice(path)
-                )
-            leaves.append(LeafSpec(path, tensor.dtype, tuple(tensor.shape[batch_dims:])))
-        return cls(root, leaves)
+        return cls(root, specs_of(entries, batch_dims))
 
     # ---- batches in ----
     def plan(

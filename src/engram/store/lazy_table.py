@@ -34,7 +34,7 @@ from engram.store.compact import (
 from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
-from engram.store.layout import LeafSpec, ObservationKeys, RowLayout
+from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, specs_of
 from engram.store.places import (
     READ_ONLY,
     FirstWriters,
@@ -188,15 +188,18 @@ class LazyTable(Table):
         """The table; made for rows like those of a first batch."""
         with self.making(), self._make_lock:
             if self.made is None:
-                self.place.note_device([leaf for _, leaf in pytree.describe(steps.items, steps.lead)[1]])
-                layout = steps.layout()
+                root, entries = pytree.describe(steps.items, steps.lead)
+                self.place.note_device([leaf for _, leaf in entries])
+                leaves, extra = specs_of(entries, steps.lead), None
+                if steps.index_key is not None:
+                    index = _add_index(root, leaves, steps.index_key, self.ndim, required=self.requires_index)
+                    extra = None if index is None else (steps.index_key, _zeros_of(index, steps))
+                layout = RowLayout(root, leaves)
                 # The first batch decides the layout only if it can be written itself.
-                if not steps.plan(layout).steps:
+                if not steps.plan(layout, extra).steps:
                     raise ValueError(_NO_STEPS)
                 if steps.lead == self.ndim == 1 and layout.within:
                     warn_of_items(steps.items)
-                if steps.index_key is not None:
-                    layout = _with_index(layout, steps.index_key, self.ndim, required=self.requires_index)
                 observations = None
                 if self.compact is not None:
                     observations = self.compact.find(layout, FirstSteps(steps, self.horizon))
@@ -560,30 +563,33 @@ def _push_envs(
     return torch.stack(tuple(from_slots(slots, env_shape)), -1)
 
 
-def _with_index(layout: RowLayout, key: str, ndim: int, *, required: bool) -> RowLayout:
-    """The layout with one more key at its root, which holds each row's own index.
+def _add_index(root: TreeSpec, leaves: list[LeafSpec], key: str, ndim: int, *, required: bool) -> LeafSpec | None:
+    """Adds a key to the root of a form and to its leaves, which holds each row's own index; returns its leaf.
 
-    Of a tensorclass without such a field the layout as it is, unless the index is required.
+    A tensorclass without such a field is left as it is, unless the index is required.
     """
-    kind, cls = layout.root.kind, layout.root.cls
+    kind, cls = root.kind, root.cls
     lacks_field = cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
     if kind not in ("td", "dict", "class") or (lacks_field and required):
         named = {"leaf": "tensor", "stack": "lazy stack of different members"}
         form = f"{cls.__name__} without such a field" if cls is not None else named.get(kind, kind)
         raise TypeError(f"a {form} has no place for {key!r}; use RoundRobinWriter, which stores no index")
     if lacks_field:
-        return layout
-    root = layout.root.children[0] if layout.root.kind == "class" else layout.root
-    leaves = list(layout.leaves)
+        return None
+    if kind == "class":
+        root = root.children[0]
     index = LeafSpec((key,), torch.int64, (*root.batch, *(() if ndim == 1 else (ndim,))))
     if key in root.keys:
-        node = root.children[root.keys.index(key)]
-        leaves[node.leaf] = index
-        return RowLayout(layout.root, leaves, layout.carries_sequence)
+        leaves[root.children[root.keys.index(key)].leaf] = index
+        return index
     leaves.append(index)
-    node = TreeSpec("leaf", leaf=len(leaves) - 1)
-    root.keys, root.children = (*root.keys, key), (*root.children, node)
-    return RowLayout(layout.root, leaves, layout.carries_sequence)
+    root.keys, root.children = (*root.keys, key), (*root.children, TreeSpec("leaf", leaf=len(leaves) - 1))
+    return index
+
+
+def _zeros_of(index: LeafSpec, steps: Steps) -> Tensor:
+    """A place for the index of each step, before there are any rows."""
+    return torch.zeros((*steps.shape, *index.shape), dtype=torch.int64, device="cpu")
 
 
 def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:

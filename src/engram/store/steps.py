@@ -8,7 +8,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram import pytree
-from engram.store.layout import RowLayout
+from engram.store.layout import NO_TENSOR, RowLayout
 
 
 class Steps(NamedTuple):
@@ -66,7 +66,7 @@ class Steps(NamedTuple):
         if shape is None:
             _, leaves = pytree.describe(self.items, self.lead)
             if not leaves:
-                raise ValueError("nothing to store: the data hold no tensor")
+                raise ValueError(NO_TENSOR)
             shape = pytree.shape_of(leaves[0][1])
         if len(shape) < self.lead:
             raise ValueError(f"the data have shape {list(shape)}; this storage takes {self.lead} batch dimensions")
@@ -96,10 +96,6 @@ class Steps(NamedTuple):
         first = 1 if self.time == 0 else 0
         merged = pytree.flatten_dims(self.items, first, first + envs - 1)
         return self._replace(items=merged, lead=self.lead - envs + 1, time=min(self.time, 1))
-
-    def layout(self) -> RowLayout:
-        """The layout of their rows."""
-        return RowLayout.of(self.items, self.lead)
 
     def plan(
         self, layout: RowLayout, extra: tuple[str, Any] | None = None, codec: _native.Codec | None = None
