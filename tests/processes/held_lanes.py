@@ -60,8 +60,7 @@ class HeldLanes(Lanes):
         """Takes the first free lane of `by_room`; NoFreeLaneError: every lane has a writer."""
         if self.held is None:
             notice_fork()
-            if self.unused_since_fork:
-                self.join_after_fork()
+            self.use()
             with self.mutex:
                 self.held = next((lane for lane in self.by_room() if self._take_lane(lane)), None)
         if self.held is None:

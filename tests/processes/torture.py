@@ -271,7 +271,7 @@ class BufferTorture(Torture):
     def _check_rest(self) -> dict[str, Any]:
         rb, faults, checks = self.join(), Faults(), 0
         lanes = rb.storage.lanes
-        lanes.join_after_fork()
+        lanes.use()
         for lane in range(self.lanes):
             if not take_lane(lanes.locks, lane):
                 continue

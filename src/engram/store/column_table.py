@@ -150,8 +150,7 @@ class ColumnTable:
         sequences: bool = False,
     ) -> Rows:
         """As `MadeTable.read`; no row is overwritten meanwhile."""
-        if self._lanes.unused_since_fork:
-            self._lanes.join_after_fork()
+        self._lanes.use()
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
             raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
         where = slots.to(self._device)

@@ -66,8 +66,7 @@ class CompactTable(RowTable):
         return slots
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
+        self.lanes.use()
         leaves, *rest = self._store.gather(self.stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
         return Rows(leaves if by_leaf else [self._packed(leaves)], *rest)
 

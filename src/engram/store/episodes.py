@@ -229,8 +229,7 @@ class EpisodeIndex(PartlyCopied):
         lanes = steps.lanes
         if lanes is None:
             return None
-        if lanes.unused_since_fork:
-            lanes.join_after_fork()
+        lanes.use()
         indexed = self._indexed or _NONE
         if indexed.steps() is steps and indexed.lanes is lanes:
             return indexed

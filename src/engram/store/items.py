@@ -380,8 +380,7 @@ class ItemTable(Table):
 
     def _read(self, slots: Tensor, sequences: bool, reuse: bool = False) -> Rows:
         """As `read`; `reuse` as `PackedItems.pick`."""
-        if self._lanes.unused_since_fork:
-            self._lanes.join_after_fork()
+        self._lanes.use()
         with self._lanes.mutex:
             positions, n = slots.tolist(), len(self.by_slot)
             if positions and (min(positions) < 0 or max(positions) >= self._capacity):
@@ -400,8 +399,7 @@ class ItemTable(Table):
 
     def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
         """As `read`; items that are all rows come as one new batch, which has the entries of `extra`."""
-        if self._lanes.unused_since_fork:
-            self._lanes.join_after_fork()
+        self._lanes.use()
         with self._lanes.mutex:
             packed, by_slot, batch = self.by_slot.packed, self.by_slot, None
             if packed is not None and (not by_slot.has_objects or by_slot.are_rows(slots.tolist())):

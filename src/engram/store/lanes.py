@@ -102,7 +102,7 @@ class Lanes:
     def __len__(self) -> int:
         """Stored steps of all lanes and environments."""
         if self._copy_of:  # waiting here for rows of the parent process would never end
-            self.join_after_fork()
+            self.use()
         return self.store.rows()
 
     @property
@@ -140,8 +140,8 @@ class Lanes:
         process writes there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
-        if self.unused_since_fork and self.locks is not None:  # a process that only saves is a user of the store, too
-            self.join_after_fork()
+        if self.locks is not None:  # a process that only saves is a user of the store, too
+            self.use()
         # A copy of private memory that is only saved stays unused.
         held = self._held_by_parent if self.unused_since_fork else self.held
         several = self.store.lanes > 1 and self.locks is not None
@@ -236,8 +236,7 @@ class Lanes:
 
     def _take(self) -> int:
         notice_fork()
-        if self.unused_since_fork:
-            self.join_after_fork()
+        self.use()
         with self.mutex:
             if self.held is None:
                 if self._stints is not None:
@@ -387,8 +386,7 @@ class Lanes:
     def _removing(self, lane: int) -> Iterator[None]:
         """A block in which nobody else appends to a lane or removes rows of it; errors as `remove`."""
         notice_fork()
-        if self.unused_since_fork:
-            self.join_after_fork()
+        self.use()
         locks, store = self.locks, self.store
         if locks is None or not (self.takes_turns or self.moves_on):
             if locks is not None:
@@ -438,7 +436,7 @@ class Lanes:
         """Makes this process no writer any more. Where none other writes meanwhile, its trajectories go on."""
         notice_fork()
         if self._copy_of:
-            self.join_after_fork()
+            self.use()
         with self.mutex:
             if self.held is not None:
                 self._released = end_of(self.store, 0)
@@ -454,8 +452,7 @@ class Lanes:
             StorageInUseError: another process has the store open; `operation` is named in the message.
         """
         notice_fork()
-        if self.unused_since_fork:
-            self.join_after_fork()
+        self.use()
         with self.mutex:
             # Such blocks may be nested: only the outermost takes and drops the lock.
             if self.locks is None or self._exclusive_depth:
@@ -493,8 +490,7 @@ class Lanes:
 
     def uniform(self, seed: Tensor, n: int) -> Tensor | None:
         """n slots of stored rows drawn uniformly from a seed (int64 [1]); None if nothing is stored."""
-        if self.unused_since_fork:
-            self.join_after_fork()
+        self.use()
         slots = self.store.uniform(seed, n)
         if slots is None and not self.all_removed:
             slots = self.retry_draw(lambda: self.store.uniform(seed, n))
@@ -545,14 +541,21 @@ class Lanes:
         current = self.generations(slots) == generation
         return torch.where(current, self.store.generations(slots), -1)
 
-    def join_after_fork(self) -> None:
-        """Opens the store in a forked child at its first use; warns where the rows are a copy, unseen by the parent."""
+    def use(self) -> None:
+        """Before rows are read or written: opens the store at its first use in a forked child.
+
+        Warns there where the rows are a copy that the parent does not see.
+        """
+        if not self.unused_since_fork:
+            return
         with self.mutex:
-            if self.unused_since_fork and self.locks is not None:
+            if not self.unused_since_fork:
+                return  # another thread has
+            if self.locks is not None:
                 self.locks.join()
-            parent, self._copy_of = self._copy_of, 0
-            if self.unused_since_fork and self.locks is None:
+            else:
                 self.held = self._held_by_parent
+            parent, self._copy_of = self._copy_of, 0
             self.unused_since_fork = False
             self.on_join()
         warn_of_copy(parent)

@@ -190,10 +190,8 @@ class LazyTable(Table):
             if self.made is None:
                 root, entries = pytree.describe(steps.items, steps.lead)
                 self.place.note_device([leaf for _, leaf in entries])
-                leaves, extra = specs_of(entries, steps.lead), None
-                if steps.index_key is not None:
-                    index = _add_index(root, leaves, steps.index_key, self.ndim, required=self.requires_index)
-                    extra = None if index is None else (steps.index_key, _zeros_of(index, steps))
+                leaves = specs_of(entries, steps.lead)
+                extra = _add_index(root, leaves, steps, self.ndim, required=self.requires_index)
                 layout = RowLayout(root, leaves)
                 # The first batch decides the layout only if it can be written itself.
                 if not steps.plan(layout, extra).steps:
@@ -552,23 +550,26 @@ def _bind_again(table: weakref.ref[LazyTable]) -> None:
         alive._bind()
 
 
-def _push_envs(
-    table: RowTable, env_shape: tuple[int, ...], items: Any, batch_dims: int, time_dim: int, index_key: str | None
-) -> Any:
+def _push_envs(table: RowTable, env_shape: tuple[int, ...], *data: Any) -> Any:
     """As `RowTable.push`, of steps of several environments."""
-    slots: Any = table.push(items, batch_dims, time_dim, index_key)
+    slots: Any = table.push(*data)
     if slots is None:
         return None
     slots = expand_slots(slots, table.lanes.envs)
     return torch.stack(tuple(from_slots(slots, env_shape)), -1)
 
 
-def _add_index(root: TreeSpec, leaves: list[LeafSpec], key: str, ndim: int, *, required: bool) -> LeafSpec | None:
-    """Adds a key to the root of a form and to its leaves, which holds each row's own index; returns its leaf.
+def _add_index(
+    root: TreeSpec, leaves: list[LeafSpec], steps: Steps, ndim: int, *, required: bool
+) -> tuple[str, Tensor] | None:
+    """Adds the key under which rows store their own index to the root of their form, and to their leaves.
 
-    A tensorclass without such a field is left as it is, unless the index is required.
+    Returns it with a place for the index of each step; None where there is none. A tensorclass without such a field is
+    left as it is, unless the index is required.
     """
-    kind, cls = root.kind, root.cls
+    key, kind, cls = steps.index_key, root.kind, root.cls
+    if key is None:
+        return None
     lacks_field = cls is not None and key not in {field.name for field in dataclasses.fields(cls)}
     if kind not in ("td", "dict", "class") or (lacks_field and required):
         named = {"leaf": "tensor", "stack": "lazy stack of different members"}
@@ -581,15 +582,10 @@ def _add_index(root: TreeSpec, leaves: list[LeafSpec], key: str, ndim: int, *, r
     index = LeafSpec((key,), torch.int64, (*root.batch, *(() if ndim == 1 else (ndim,))))
     if key in root.keys:
         leaves[root.children[root.keys.index(key)].leaf] = index
-        return index
-    leaves.append(index)
-    root.keys, root.children = (*root.keys, key), (*root.children, TreeSpec("leaf", leaf=len(leaves) - 1))
-    return index
-
-
-def _zeros_of(index: LeafSpec, steps: Steps) -> Tensor:
-    """A place for the index of each step, before there are any rows."""
-    return torch.zeros((*steps.shape, *index.shape), dtype=torch.int64, device="cpu")
+    else:
+        leaves.append(index)
+        root.keys, root.children = (*root.keys, key), (*root.children, TreeSpec("leaf", leaf=len(leaves) - 1))
+    return key, torch.zeros((*steps.shape, *index.shape), dtype=torch.int64, device="cpu")
 
 
 def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:

@@ -313,8 +313,7 @@ class RowTable:
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
+        self.lanes.use()
         if extra and self.layout.within:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.repeat_per_step(value, lead, self.layout.within) for key, value in extra.items()}
@@ -328,8 +327,7 @@ class RowTable:
 
         With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
         """
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
+        self.lanes.use()
         codec = self.layout.raw_leaf_codec if by_leaf else self.layout.raw_codec
         return Rows(*self._store.gather(codec, slots, None, None, self.mapped, sequences))
 
@@ -349,8 +347,7 @@ class RowTable:
         """As `read`, from tables with the `same_rows` too."""
         tables = [self, *others]
         for table in tables:
-            if table.lanes.unused_since_fork:
-                table.lanes.join_after_fork()
+            table.lanes.use()
         if within := self.layout.within:
             extra = (
                 None if extra is None else {k: pytree.repeat_per_step(v, len(shape), within) for k, v in extra.items()}
@@ -372,8 +369,7 @@ class RowTable:
 
     def read_leaves(self, slots: Tensor | np.ndarray[Any, Any], paths: tuple[pytree.KeyPath, ...]) -> Rows:
         """As `read_leaves` of a storage."""
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
+        self.lanes.use()
         leaves = self._chosen_leaves.get(paths)
         if leaves is None:
             leaves = self._chosen_leaves[paths] = [self._leaf_number(path) for path in paths]
@@ -387,8 +383,7 @@ class RowTable:
         done: pytree.KeyPath,
     ) -> tuple[Tensor, ...] | None:
         """As `read_n_steps` of a storage, in one native call; None: a slot holds no row, or rows were overwritten."""
-        if self.lanes.unused_since_fork:
-            self.lanes.join_after_fork()
+        self.lanes.use()
         leaves = self._leaf_number(reward), self._leaf_number(done)
         return _native.read_n_steps(self._store, self._codec, slots, discounts, *leaves, self.mapped)
 

@@ -189,8 +189,7 @@ class PriorityTable(RunSource):
         if last is None or last() is not storage or not self._fits:
             most = _room(self.max_capacity, storage)
             self._storage, self._fits = weakref.ref(storage), most is None
-        if lanes.unused_since_fork:
-            lanes.join_after_fork()
+        lanes.use()
         if self._waiting is not None:
             if self._found_in != _store_of_now(lanes):
                 self._resume(storage, lanes)
