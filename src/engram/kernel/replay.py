@@ -7,7 +7,7 @@ from engram.data.replay_buffers.reading.reader import Member
 from engram.data.replay_buffers.samplers.base import as_sampler
 from engram.data.replay_buffers.samplers.slices import mark_rows
 from engram.data.replay_buffers.state.buffers import SaveHandle
-from engram.data.replay_buffers.storages.steps import append_step, read_leaves, read_n_steps
+from engram.data.replay_buffers.storages.single_steps import append_step, read_leaves, read_n_steps
 from engram.data.replay_buffers.writers.round_robin import as_writer, write_plan
 from engram.transforms.base import WriteRequest
 from engram.transforms.roles import IN_BUFFERS, warn_if_idle

@@ -17,7 +17,7 @@ from contracts.children import Child, Signal
 from contracts.each import each
 from engram._generator import draw_slots_by_numpy
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, SliceSampler
-from engram.data.replay_buffers.storages.steps import append_step, read_leaves, read_n_steps
+from engram.data.replay_buffers.storages.single_steps import append_step, read_leaves, read_n_steps
 from engram.store import n_step
 from engram.store.n_step import NSteps
 from engram.store.places import LaneCount

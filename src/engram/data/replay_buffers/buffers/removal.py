@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engram.data.replay_buffers.storages.base import Storage
-from engram.data.replay_buffers.storages.steps import read_leaves
+from engram.data.replay_buffers.storages.single_steps import read_leaves
 from engram.pytree import Key, as_path, format_key, get_entry, has_keys, to_tensor
 from engram.store.indexing import generations_given, named_slots, stored_generations, tensor_of
 from engram.store.lanes import Lanes
