@@ -34,7 +34,7 @@ from engram.data import (
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
 )
-from engram.data.replay_buffers.storages import steps as time_steps
+from engram.data.replay_buffers.storages import single_steps as time_steps
 from engram.store import files as recovery
 from engram.testing.helpers import env_steps, numbers, steps
 from native.allocations import World, check
