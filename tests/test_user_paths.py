@@ -141,6 +141,14 @@ def test_what_is_no_regular_file_is_an_error_at_once(plant, tmp_path):
             open_regular(tmp_path / "it", follow_links=follow_links)
 
 
+def test_the_descriptor_of_a_refused_file_is_closed(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        open_regular(tmp_path / "pipe")
+    still_open = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert os.path.realpath(tmp_path / "pipe") not in still_open
+
+
 def test_a_link_to_a_file_is_followed_where_a_user_names_it_and_nowhere_else(tmp_path):
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to("file")

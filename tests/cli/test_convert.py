@@ -192,6 +192,13 @@ def test_the_state_of_parts_that_stays_behind_is_named(tmp_path):
     assert notes[0].startswith("rows alone: the state of ") and "sampler" in notes[0]
 
 
+def test_a_directory_of_torchrl_comes_with_the_note_that_it_has_no_batch_size(tmp_path):
+    store(tmp_path)
+    noted = "it says no batch size, which TorchRL's loads takes over: call sample(n) there"
+    assert convert(tmp_path / "store", tmp_path / "rl", to="torchrl").notes == (noted,)
+    assert convert(tmp_path / "store", tmp_path / "saved", to="checkpoint").notes == ()
+
+
 def test_nothing_to_write_items_and_an_unknown_form_are_refused(tmp_path):
     rb = store(tmp_path)
     rb.empty()

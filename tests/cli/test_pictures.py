@@ -69,6 +69,18 @@ def test_what_cannot_be_drawn_is_refused_and_leaves_no_file(tmp_path):
     assert not (tmp_path / "p.png").exists()
 
 
+def test_returns_are_refused_where_rows_have_no_rewards_or_no_episode_is_stored():
+    done = torch.tensor([False, True])
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend({"x": torch.arange(2), "done": done})
+    with pytest.raises(ValueError, match="there are no returns: rows have neither"):
+        series(rb.storage, "returns")
+    rb = ReplayBuffer(storage=LazyTensorStorage(5))
+    rb.extend({"reward": torch.full((2,), torch.nan), "done": done})
+    with pytest.raises(ValueError, match="there are no returns to draw: no episodes are stored"):
+        series(rb.storage, "returns")
+
+
 def test_the_command_prints_the_file(tmp_path):
     store(tmp_path)
     shown = call("plot", tmp_path / "store", "lengths", "-o", tmp_path / "p.png")

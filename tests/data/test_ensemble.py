@@ -36,7 +36,7 @@ from engram.data import (
     WriterEnsemble,
 )
 from engram.data.replay_buffers.buffers.parts import BufferParts
-from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer
+from engram.data.replay_buffers.checkpointers import StorageEnsembleCheckpointer, TensorStorageCheckpointer
 from engram.data.replay_buffers.reading import joining, prefetch, reader
 from engram.envs import (
     ClipTransform,
@@ -630,6 +630,23 @@ class TestSaving:
         with pytest.raises(CorruptCheckpointError, match="member-00002"):
             fresh.loads(tmp_path)
         assert [len(m) for m in fresh.storage.storages] == [0, 0, 0]
+
+    def test_each_members_load_is_planned_once(self, tmp_path):
+        class Counting(TensorStorageCheckpointer):
+            plans = 0
+
+            def plan_restore(self, reader, state):
+                self.plans += 1
+                return super().plan_restore(reader, state)
+
+        storages = [LazyTensorStorage(10, checkpointer=Counting()) for _ in range(2)]
+        rb = ReplayBufferEnsemble(*(ReplayBuffer(storage=storage) for storage in storages), batch_size=4)
+        for one, start in ((rb[0], 0), (rb[1], 100)):
+            one.extend(steps(start, start + 5))
+        rb.dumps(tmp_path)
+        rb.loads(tmp_path)
+        assert [storage.checkpointer.plans for storage in storages] == [1, 1]
+        assert [numbers(one[:])[0] for one in (rb[0], rb[1])] == [0, 100]
 
     def test_hooks_belong_to_the_members(self):
         with pytest.raises(ValueError, match="members"):

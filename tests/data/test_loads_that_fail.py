@@ -7,6 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from contracts.corruption import Forger
 from contracts.each import each
 from engram.data import (
     LazyMemmapStorage,
@@ -14,6 +15,7 @@ from engram.data import (
     ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    RandomSampler,
     ReplayBufferEnsemble,
     RoundRobinWriter,
     SamplerWithoutReplacement,
@@ -33,7 +35,7 @@ from engram.data.replay_buffers.state import rows as row_loads
 from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.envs.transforms import Transform
-from engram.errors import CheckpointError, CorruptCheckpointError, StorageError
+from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, StorageError
 from engram.store.items import ItemTable
 
 
@@ -559,6 +561,24 @@ def test_of_more_rows_than_are_kept_aside_what_was_loaded_stays_where_a_part_ref
         rb.loads(path)
     monkeypatch.undo()
     assert same(observed(rb), observed(twin))
+
+
+@each("part", ["sampler", "writer", "transform"])
+def test_a_state_of_a_part_that_is_no_dict_changes_nothing(part, tmp_path):
+    rb = used(buffer(tmp_path, sampler=RandomSampler()), (0, 55))
+    state, before = rb.state_dict(), observed(rb)
+    with pytest.raises(CheckpointMisfitError, match=f"the state of the {part}s? is .*; it must be a dict"):
+        rb.load_state_dict({**state, part: [3]})
+    assert same(before, observed(rb))
+
+
+@each("part", ["sampler", "writer", "transform", "generator"])
+def test_a_part_of_a_checkpoint_without_a_state_changes_nothing(part, tmp_path):
+    path = saved(lambda: buffer(tmp_path, sampler=RandomSampler()), tmp_path)
+    Forger(path).edit(lambda document: document["body"]["components"].update({part: [3]}))
+    rb = used(buffer(tmp_path, sampler=RandomSampler()), (0, 55))
+    error = fails(rb, lambda: rb.loads(path), CorruptCheckpointError)
+    assert f"the {part} is [3]; it must be a dict" in str(error)
 
 
 @each("replaced", [-1, 1.0, None, 1 << 62, "1"])

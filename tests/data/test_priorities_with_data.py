@@ -1,5 +1,7 @@
 """Priorities in the form of the data, of several environments; and data whose priorities are not used."""
 
+import threading
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -83,3 +85,23 @@ def test_where_data_come_without_priorities_the_argument_changes_nothing():
     rb = ReplayBuffer(storage=LazyTensorStorage(10))
     assert rb.extend(torch.arange(3), update_priority=False).tolist() == [0, 1, 2]
     assert rb.extend(torch.arange(3), update_priority=True).tolist() == [3, 4, 5]
+
+
+def test_no_step_of_another_thread_gets_a_priority_that_came_with_data(monkeypatch):
+    """It is written between these data and their priorities, to the slot of one of them, if it does not wait."""
+    sampler = PrioritizedSampler(4, 1.0, 1.0, 0.0)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(4), sampler=sampler, priority_key="p")
+    data = TensorDict({"n": torch.arange(4), "p": torch.full((4,), 0.5)}, [4])
+    rb.extend(data)
+    thread = threading.Thread(target=lambda: rb.extend(data[:1], update_priority=False))
+    update = sampler.update_priority
+
+    def update_after_the_other_thread(*args, **kwargs):
+        thread.start()
+        thread.join(0.1)
+        update(*args, **kwargs)
+
+    monkeypatch.setattr(sampler, "update_priority", update_after_the_other_thread)
+    rb.extend(data)
+    thread.join()
+    assert sampler.priorities(torch.arange(4), storage=rb.storage).tolist() == [1.0, 0.5, 0.5, 0.5]

@@ -173,6 +173,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(cls, case):
         assert collector.policy_version == 1 and told(collector.rollout()) == ([0.5], [1])
 
 
+@pytest.mark.quick
 def test_no_batch_is_lost_by_a_state_that_is_refused():
     with made(MultiaSyncDataCollector) as collector:
         state = of_worker(1, env_random_state=7)(collector.state_dict())

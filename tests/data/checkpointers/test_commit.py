@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from contracts.corruption import Forger
 from contracts.each import each
 from contracts.waiting import NEVER
 from engram.checkpoint.directory import MARKER, MARKER_CONTENT, from_checksummed_json, to_checksummed_json
@@ -282,6 +283,14 @@ def test_a_snapshot_that_uses_what_is_not_known_here_is_refused_by_name(tmp_path
     manifest.write_bytes(to_checksummed_json(document if features is None else {**document, "features": features}))
     with pytest.raises(error, match=said):
         load(tmp_path, "g-000001")
+
+
+def test_a_manifest_whose_json_is_nested_too_deeply_is_damaged(tmp_path):
+    save(tmp_path, 1)
+    deep = b"[" * 100_000 + b"]" * 100_000
+    Forger(tmp_path).write_text(lambda text: text.replace(b'"features":', b'"deep":' + deep + b',"features":', 1))
+    with pytest.raises(CorruptCheckpointError, match="its JSON is nested too deeply"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()])

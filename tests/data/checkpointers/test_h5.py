@@ -312,6 +312,16 @@ def test_a_forged_manifest_that_cannot_be_is_refused(tmp_path, edit):
     assert store.contents() == TedRings(200).contents()
 
 
+@each("trajectories", [0, 21])
+def test_a_block_has_a_trajectory_and_no_more_of_them_than_steps(tmp_path, trajectories):
+    save_snapshot(tmp_path, {}, (H5StorageCheckpointer(group_per_trajectory=True), filled(20)))
+    forge_state(tmp_path, lambda d: d["lanes"][0]["blocks"][0].__setitem__(1, trajectories))
+    store = TedRings(20)
+    with pytest.raises(CorruptCheckpointError, match="a block has no trajectory, or more of them than steps"):
+        load(tmp_path, store)
+    assert store.contents() == TedRings(20).contents()
+
+
 def test_what_h5py_says_of_a_disk_that_fails_when_it_closes_is_an_os_error(tmp_path):
     with pytest.raises(OSError, match="HDF5 cannot write"), h5.create_checked(str(tmp_path / "x.h5"), {}):
         raise RuntimeError("unable to flush")

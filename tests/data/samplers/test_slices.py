@@ -852,6 +852,14 @@ def test_trajectories_that_are_overwritten_during_an_epoch_are_skipped(shuffle):
         assert sorted(ids_of(rb)) == list(range(4, 14))
 
 
+def test_a_row_of_a_slice_that_a_draw_has_left_out_is_not_drawn_again():
+    rb = buffer(capacity=10, shuffle=False)
+    rb.extend(episodes([2] * 5))
+    draw = rb.sampler.draw_plan(rb.storage).draw(10)  # the whole epoch: nothing can take the place of a slice
+    assert draw.redraw([9]).slots.tolist() == list(range(8))
+    assert draw.redraw([8]).slots.tolist() == list(range(8))
+
+
 def test_another_batch_size_that_changes_the_length_begins_an_epoch():
     sampler = SliceSamplerWithoutReplacement(num_slices=2)
     rb = ReplayBuffer(storage=LazyTensorStorage(50), sampler=sampler)

@@ -27,6 +27,7 @@ from engram.data import (
     SliceSamplerWithoutReplacement,
     TensorDictReplayBuffer,
 )
+from engram.errors import CheckpointMisfitError
 from engram.store.places import LaneCount
 from engram.testing import SamplerContract, chi_square, env_steps, numbers, steps
 
@@ -193,6 +194,17 @@ def test_what_a_copy_of_a_sampler_draws_leaves_the_epoch_of_the_other_where_it_i
     assert rb.sample().tolist() == [3, 4, 5]
 
 
+def test_a_copy_of_a_sampler_waits_for_a_thread_that_changes_what_it_holds():
+    sampler, copies = SamplerWithoutReplacement(shuffle=True), []
+    thread = threading.Thread(target=lambda: copies.append(copy.copy(sampler)))
+    with sampler.lock:  # as in every draw
+        thread.start()
+        thread.join(0.1)
+        sampler.shuffle = False
+    thread.join()
+    assert copies[0].shuffle is False
+
+
 def test_steps_appended_in_an_epoch_join_the_next_one():
     rb = ReplayBuffer(storage=LazyTensorStorage(20), sampler=SamplerWithoutReplacement(), batch_size=4)
     rb.extend(torch.arange(10))
@@ -324,6 +336,21 @@ def test_a_saved_epoch_of_other_settings_is_refused_and_nothing_changes(tmp_path
             with pytest.raises(ValueError, match=said):
                 load()
         assert other[:].tolist() == [50, 51, 52]
+
+
+@each("wrong", [[5, 7, 9], torch.tensor([5.0, 7.0, 9.0]), torch.tensor([[5, 7, 9]])])
+def test_rows_that_a_saved_epoch_lists_are_a_vector_of_int64(wrong):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(shuffle=False), batch_size=2)
+    rb.extend(torch.arange(10))
+    rb.sample()
+    state = rb.sampler.state_dict()
+    state["epoch"].update(position=0, listed=torch.tensor([5, 7, 9]), envs=1)
+    rb.sampler.load_state_dict(state)
+    assert rb.sample().tolist() == [5, 7]
+    state["epoch"]["listed"] = wrong
+    with pytest.raises(CheckpointMisfitError, match=r"epoch\.listed in the state of the sampler .* tensor int64 of 1"):
+        rb.sampler.load_state_dict(state)
+    assert rb.sample().tolist() == [9]
 
 
 @pytest.mark.parametrize("sampler", [SamplerWithoutReplacement, RandomSampler])
