@@ -188,6 +188,19 @@ def test_flags_that_were_changed_do_not_shift_what_follows(unpacked):
         torchrl_buffer("x").loads(saved)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "shapes", [[[7, 2], [5, 2], [6, 2], [6, 2]], [[5, 2], [6, 2], [6, 2], [6, 2]], [[6, 2], [6, 2], [6, 2], [6, 1]]]
+)
+def test_lengths_of_a_nested_tensor_that_are_not_those_of_the_trajectories_are_refused(unpacked, shapes):
+    saved = unpacked("nested-full-2")  # four trajectories of five steps, and so of six observations
+    (saved / "storage" / "obs.shape.memmap").write_bytes(np.array(shapes, np.int64).tobytes())
+    buffer = torchrl_buffer("nested-full-2")
+    with pytest.raises(CorruptCheckpointError, match=r"obs\.shape\.memmap.*not those of the trajectories that 'done'"):
+        buffer.loads(saved)
+    assert not len(buffer)
+
+
 @pytest.mark.parametrize("rows", [[0, 10], [-1, 2], [1, 1], [1 << 62, 3]])
 def test_an_epoch_of_rows_that_are_not_there_is_refused(unpacked, rows):
     saved = unpacked("epoch-begun")
@@ -200,9 +213,13 @@ def test_an_epoch_of_rows_that_are_not_there_is_refused(unpacked, rows):
         torchrl_buffer("epoch-begun").loads(saved)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["tensor-partial", "flat-wrapped-1", "nested-wrapped-2"])
 @pytest.mark.parametrize("at", [0, 5, -1])
-def test_a_read_that_fails_leaves_a_buffer_as_it_was(unpacked, monkeypatch, name, at):
+@pytest.mark.parametrize("many", [False, True], ids=["rows that wait in memory", "more rows than may wait"])
+def test_a_read_that_fails_leaves_a_buffer_as_it_was(unpacked, monkeypatch, name, at, many):
+    if many:  # they are read twice: the first time only to see that they can be
+        monkeypatch.setattr("engram.data.replay_buffers.state.rows._STAGED_BYTES", 0)
     saved, held, empty = unpacked(name), torchrl_buffer(name), torchrl_buffer(name)
     held.loads(saved)
     before = held.storage.state_dict()["rows"][0].clone()
@@ -295,6 +312,21 @@ def test_an_hdf5_file_that_was_forged_is_refused(unpacked, forge):
         forge(h5py, file)
     buffer = torchrl_buffer("x")
     with pytest.raises((CheckpointError, ValueError), match="storage"):
+        buffer.loads(saved)
+    assert not len(buffer)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "last"), [("h5-full-1", "traj_1"), ("h5-full-2", "traj_3")])
+def test_an_hdf5_file_without_the_observation_after_the_last_step_is_refused(unpacked, name, last):
+    h5py = pytest.importorskip("h5py")
+    saved = unpacked(name)
+    with h5py.File(saved / "storage" / "checkpoint.h5", "r+") as file:
+        values = file[last]["obs"][:-1]
+        del file[last]["obs"]
+        file[last]["obs"] = values
+    buffer = torchrl_buffer(name)
+    with pytest.raises(CorruptCheckpointError, match=r"'obs' has \d+ values, which are not those of \d+ steps"):
         buffer.loads(saved)
     assert not len(buffer)
 

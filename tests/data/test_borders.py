@@ -102,6 +102,16 @@ def test_a_done_step_and_a_first_one_of_the_same_id_are_not_joined(rb: ReplayBuf
     assert lengths(rb) == [6, 6, 6]
 
 
+@pytest.mark.parametrize("at", [4, 5], ids=["the last step before it", "the first step behind it"])
+def test_a_border_stays_where_a_step_beside_it_is_written_in_place(rb: ReplayBuffer, at: int) -> None:
+    rb.extend(episode(5, 0))
+    rb.extend(episode(5, 500))  # of another collector, with the same ids, and no step is done
+    index = EpisodeIndex()
+    assert index.trajectories(rb.storage).length.tolist() == [5, 5]
+    rb[at] = rb[at]
+    assert index.trajectories(rb.storage).length.tolist() == [5, 5]
+
+
 def test_no_slice_joins_steps_of_two_collectors(rb: ReplayBuffer) -> None:
     rb.set_sampler(SliceSampler(slice_len=4))
     for start in range(0, 700, 70):

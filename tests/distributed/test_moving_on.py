@@ -387,6 +387,16 @@ def test_a_shard_that_admitted_it_and_then_went_away_forgets_it_when_it_is_back(
     assert producers([home, other]) == [1, 0]
 
 
+def test_ending_one_that_moved_on_ends_it_also_where_it_was_admitted_since_the_shard_was_greeted() -> None:
+    ls = links()[:2]
+    learner = client(ls)
+    assert len(learner) == 0 and producers(ls) == [0, 0]  # what it knows of them
+    rb = client(ls).producing_as("it", moves_on=True)
+    rb.extend(rows(0, CAPACITY))
+    ls[1].shard.admit(ls[1].shard.incarnation, "it, stint 3", 9)  # it died before it wrote there
+    assert learner.end_producer("it", 0) == CAPACITY and producers(ls) == [0, 0]
+
+
 def test_one_that_was_admitted_and_never_joined_is_forgotten_when_it_closes() -> None:
     ls = links()[:2]
     rb = client(ls, timeout=0.2, extend_timeout=0.2)

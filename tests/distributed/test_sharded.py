@@ -169,6 +169,15 @@ class TestWriting:
         there = whole(LAYOUT.unpack(ls[0].shard._storage.read_packed(slots).batch[0]))
         assert there.tolist() == [index[slot] for slot in slots.tolist()]
 
+    def test_the_index_of_rows_that_pass_the_end_of_a_lane_goes_on_at_its_beginning(self) -> None:
+        s = shard(capacity=40)  # lanes of ten rows
+        for start in range(0, 180, 9):
+            writer = client([Link(s)])  # so that many begin in the middle of a lane
+            for k in range(start, start + 9, 3):
+                at = writer.extend(rows(k, k + 3))
+                assert whole(LAYOUT.unpack(s._storage.read_packed(at).batch[0])).tolist() == [k, k + 1, k + 2]
+            writer.close()
+
     def test_one_step_is_stored(self) -> None:
         ls = links(1)
         rb = client(ls)
@@ -258,6 +267,10 @@ class TestSampling:
         ls[0].lose = lambda method: "answer" if method == "sample" and rng.random() < 0.5 else None
         for _ in range(60):
             assert bool((whole(rb.sample()).reshape(-1, 4).diff() == 1).all())
+
+    def test_batch_that_is_no_whole_number_of_slices_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="batch_size=10 is no multiple of slice_len=4; choose one that is"):
+            self.two(lambda: SliceSampler(slice_len=4, traj_key="traj"))[1].sample(10)
 
     def test_slices_of_several_lengths_are_refused(self) -> None:
         with pytest.raises(ValueError, match="one length"):

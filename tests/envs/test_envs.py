@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 
 from contracts.each import each
 from contracts.gym_worlds import SPACES, Countdown, Echo
-from engram.data import Categorical, Composite, Unbounded
+from engram.data import Bounded, Categorical, Composite, Unbounded
 from engram.envs import EnvBase, GymEnv, ParallelEnv, SerialEnv, TransformedEnv, check_env_specs, step_mdp
 from engram.errors import WorkerError
 from engram.testing import EnvContract
@@ -216,6 +216,24 @@ class Wide(EnvBase):
 
     def _set_seed(self, seed):
         pass
+
+
+def test_check_env_specs_names_a_reward_that_its_spec_does_not_allow():
+    env = GymEnv(Countdown())
+    env.reward_spec = Bounded(-1.0, 0.0, (1,))  # rewards are only under 'next', and 0 or more
+    with pytest.raises(ValueError, match=r"step, under 'next': 'reward' is not what its spec says"):
+        check_env_specs(env, seed=0)
+
+
+def test_check_env_specs_sees_a_step_whose_done_is_not_that_of_its_two_reasons():
+    class Forgetful(SerialEnv):
+        def step(self, tensordict):
+            stepped = super().step(tensordict)
+            stepped["next", "done"] = torch.zeros_like(stepped["next", "done"])
+            return stepped
+
+    with pytest.raises(ValueError, match=r"done must be terminated \| truncated, got done=\[\[False\]\], termin"):
+        check_env_specs(Forgetful(1, lambda: GymEnv(Countdown(lengths=(1,)))))
 
 
 def test_check_env_specs_sees_a_reset_that_changes_the_others():

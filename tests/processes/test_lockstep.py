@@ -353,6 +353,20 @@ def test_rings_that_nobody_has_heard_add_up_to_one():
     event.close()
 
 
+@pytest.mark.quick
+def test_an_interrupt_in_the_middle_of_a_reply_ends_the_use_of_the_workers(made, monkeypatch):
+    pool, _ = made(2)
+
+    def receive(self):  # some of the reply's bytes may have been read
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(pool._workers[0]), "receive", receive)
+        pool.execute(ECHO, messages=["a", "b"])
+    with pytest.raises(RuntimeError, match="was interrupted while receiving from its workers; close it and make a new"):
+        pool.execute(COUNT)
+
+
 @pytest.mark.parametrize("reached", [0, 1, 2])
 def test_an_interrupt_before_the_messages_is_not_waited_for_for_ever(made, monkeypatch, reached):
     pool, _ = made(2)

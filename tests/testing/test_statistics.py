@@ -34,6 +34,11 @@ def test_frequencies_may_be_in_any_unit():
         assert chi_square([90, 210], [1 * unit, 2 * unit]) == pytest.approx(0.2207, rel=1e-3)
 
 
+def test_counts_of_any_shape_are_a_list_of_cells():
+    counts = torch.tensor([[40, 60], [45, 55]])
+    assert chi_square(counts) == chi_square(counts.flatten()) == chi_square(counts.tolist(), torch.ones(2, 2)) < 0.5
+
+
 def test_a_draw_of_what_cannot_be_drawn_is_impossible():
     assert chi_square([10_000, 10_000, 1], [1, 1, 0]) == 0
     assert chi_square([10_000, 10_000, 0], [1, 1, 0]) == 1

@@ -170,6 +170,12 @@ def test_given_spaces_and_metadata_are_written(tmp_path):
     assert json.loads(found["observation_space"])["high"] == [1, 1, 1]
 
 
+def test_each_episode_has_its_number_and_its_steps_as_attributes_of_its_group(dataset):
+    with opened(dataset) as file:
+        found = [dict(file[f"episode_{k}"].attrs) for k in range(3)]
+    assert found == [{"id": 0, "total_steps": 3}, {"id": 1, "total_steps": 1}, {"id": 2, "total_steps": 4}]
+
+
 # ---- what cannot be written ----
 def test_keys_without_a_place_are_all_named_and_can_be_left_out(tmp_path):
     batch = steps([3])

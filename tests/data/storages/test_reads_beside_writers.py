@@ -115,14 +115,15 @@ def test_steps_that_no_ring_holds_are_not_waited_for(
     assert len(looks) <= 1
 
 
+@pytest.mark.parametrize("n", [20, CAPACITY - OVERWRITTEN], ids=["with room left", "being filled"])
 def test_steps_beyond_a_ring_that_is_not_full_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
     rb = ReplayBuffer(storage=LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path))
-    rb.extend(steps(0, 20))
-    begin_overwriting(rb)
+    rb.extend(steps(0, n))
+    begin_overwriting(rb)  # places of the ring that hold no row yet
     monkeypatch.setattr(indexing.time, "sleep", None)
-    for index in (20, -21, [3, 20], torch.ones(21).bool()):
+    for index in (n, -n - 1, [3, n], torch.ones(n + 1).bool()):
         with pytest.raises(IndexError):
             rb[index]
-    assert 20 not in rb.storage and 19 in rb.storage
+    assert n not in rb.storage and n - 1 in rb.storage

@@ -117,6 +117,11 @@ class TestWhatStays:
         rb.set_writer(TensorDictMaxValueWriter("r"))
         assert rb.extend(made[:1]).tolist() == [-1] and rb.add({"r": torch.full((5,), 1.0)}) == 0
 
+    def test_items_of_two_shapes_in_one_list_are_ranked_each_by_its_own_values(self):
+        rb = ReplayBuffer(storage=ListStorage(2), writer=TensorDictMaxValueWriter("r"), collate_fn=list)
+        assert rb.extend([{"r": torch.ones(3)}, {"r": torch.tensor([5.0])}]).tolist() == [0, 1]
+        assert rb.extend([{"r": torch.full((2,), 2.0)}, {"r": torch.tensor([0.5])}]).tolist() == [0, -1]
+
     def test_in_tensors_that_exist(self):
         rb = ReplayBuffer(storage=TensorStorage(items([1.0, 2.0, 3.0])), writer=TensorDictMaxValueWriter())
         assert rb.extend(items([0.0, 5.0, 2.5], [10, 11, 12])).tolist() == [-1, 0, 1]
