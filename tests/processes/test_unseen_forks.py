@@ -15,21 +15,29 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from contracts.children import Child, Signal
 from engram import _native
 from engram._copies import passing_fds
 from engram.collectors.background import BackgroundThread
 from engram.data import (
+    Compact,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    PrioritizedSampler,
     ReplayBuffer,
+    ReplayBufferEnsemble,
+    SamplerWithoutReplacement,
+    SliceSampler,
     TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers.reading import prefetch
 from engram.data.replay_buffers.state.buffers import SaveHandle
+from engram.data.replay_buffers.storages.single_steps import read_leaves, read_n_steps
 from engram.errors import CheckpointError, NoFreeLaneError, StorageInUseError
+from engram.store.episodes import EpisodeIndex
 from engram.store.locks import FileLock
 from engram.testing import env_steps, numbers, steps
 
@@ -224,17 +232,65 @@ def test_a_child_is_not_alone_with_the_store(fork, kind, alone, tmp_path):
     assert numbers(rb[:]) == [0, 1, 2, 3, 4]
 
 
-def test_a_child_that_reads_keeps_others_from_being_alone(fork):
-    rb = ReplayBuffer(storage=LazyTensorStorage(30, shared=True), batch_size=4)
-    rb.extend(steps(0, 5))
+SAMPLERS = {
+    "slices": lambda: SliceSampler(slice_len=2, end_key="done"),
+    "priorities": lambda: PrioritizedSampler(30, 1.0, 1.0),
+    "epochs": SamplerWithoutReplacement,
+}
+AT = torch.tensor([3])
+READS = {
+    "a draw": lambda rb: rb.sample(),
+    "rows": lambda rb: rb[:],
+    "some entries": lambda rb: read_leaves(rb.storage, AT, (("n",),)),
+    "n-step returns": lambda rb: read_n_steps(rb.storage, AT, [1.0, 1.0], done=("done",)),
+    "bytes": lambda rb: rb.storage.read_packed(AT),
+    "trajectories": lambda rb: EpisodeIndex(end_key="done").trajectories(rb.storage),
+}
+
+
+@pytest.mark.parametrize(
+    ("read", "sampler", "compact"),
+    [
+        *[("a draw", name, False) for name in (None, *SAMPLERS)],
+        *[(read, None, compact) for read in ("rows", "some entries", "bytes") for compact in (False, True)],
+        ("n-step returns", None, False),
+        ("trajectories", None, False),
+    ],
+)
+def test_a_child_that_reads_keeps_others_from_being_alone(fork, read, sampler, compact):
+    storage = LazyTensorStorage(30, shared=True, compact=Compact("obs") if compact else None)
+    rb = ReplayBuffer(storage=storage, sampler=None if sampler is None else SAMPLERS[sampler](), batch_size=4)
+    rows = steps(0, 5)
+    rows["next", "obs"] = steps(1, 6)["obs"]
+    rb.extend(rows)
     there, go = Signal(), Signal()
-    child = Child(lambda: (rb.sample(), rb.sample(), numbers(rb[:]), there.send(), go.wait())[2], fork=fork)
+    child = Child(lambda: (READS[read](rb), there.send(), go.wait(), None)[3], fork=fork)
     there.wait()
-    with pytest.raises(StorageInUseError):
-        rb.empty()
-    go.send()
-    assert child.result() == [0, 1, 2, 3, 4]
+    try:
+        with pytest.raises(StorageInUseError):
+            rb.empty()
+    finally:
+        go.send()
+        child.result()
     rb.empty()
+
+
+def test_a_child_that_draws_from_several_buffers_keeps_others_from_being_alone_with_any(fork):
+    make = SamplerWithoutReplacement
+    buffers = [ReplayBuffer(storage=LazyTensorStorage(30, shared=True), sampler=make(), batch_size=4) for _ in range(2)]
+    for rb in buffers:
+        rb.extend(steps(0, 5))
+    both = ReplayBufferEnsemble(*buffers, batch_size=8, sample_from_all=True)
+    there, go = Signal(), Signal()
+    child = Child(lambda: (both.sample(), there.send(), go.wait(), None)[3], fork=fork)
+    there.wait()
+    try:
+        for rb in buffers:
+            with pytest.raises(StorageInUseError):
+                rb.empty()
+    finally:
+        go.send()
+        child.result()
 
 
 def test_a_child_that_closes_or_cleans_up_leaves_its_parents_file(fork, tmp_path):

@@ -235,7 +235,6 @@ class Lanes:
         return held if held is not None else self._take()
 
     def _take(self) -> int:
-        notice_fork()
         self.use()
         with self.mutex:
             if self.held is None:
@@ -385,7 +384,6 @@ class Lanes:
     @contextlib.contextmanager
     def _removing(self, lane: int) -> Iterator[None]:
         """A block in which nobody else appends to a lane or removes rows of it; errors as `remove`."""
-        notice_fork()
         self.use()
         locks, store = self.locks, self.store
         if locks is None or not (self.takes_turns or self.moves_on):
@@ -451,7 +449,6 @@ class Lanes:
         Raises:
             StorageInUseError: another process has the store open; `operation` is named in the message.
         """
-        notice_fork()
         self.use()
         with self.mutex:
             # Such blocks may be nested: only the outermost takes and drops the lock.
@@ -546,6 +543,7 @@ class Lanes:
 
         Warns there where the rows are a copy that the parent does not see.
         """
+        notice_fork()
         if not self.unused_since_fork:
             return
         with self.mutex:
