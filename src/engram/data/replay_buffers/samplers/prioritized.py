@@ -189,7 +189,8 @@ class PriorityTable(RunSource):
         if last is None or last() is not storage or not self._fits:
             most = _room(self.max_capacity, storage)
             self._storage, self._fits = weakref.ref(storage), most is None
-        lanes.use()
+        if lanes.unused_since_fork:  # one call of Python less in each draw
+            lanes.use()
         if self._waiting is not None:
             if self._found_in != _store_of_now(lanes):
                 self._resume(storage, lanes)
