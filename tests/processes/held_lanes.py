@@ -59,7 +59,6 @@ class HeldLanes(Lanes):
     def hold(self) -> int:
         """Takes the first free lane of `by_room`; NoFreeLaneError: every lane has a writer."""
         if self.held is None:
-            notice_fork()
             self.use()
             with self.mutex:
                 self.held = next((lane for lane in self.by_room() if self._take_lane(lane)), None)

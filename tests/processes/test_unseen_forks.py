@@ -264,14 +264,14 @@ def test_a_child_that_reads_keeps_others_from_being_alone(fork, read, sampler, c
     rows["next", "obs"] = steps(1, 6)["obs"]
     rb.extend(rows)
     there, go = Signal(), Signal()
-    child = Child(lambda: (READS[read](rb), there.send(), go.wait(), None)[3], fork=fork)
+    child = Child(lambda: (READS[read](rb), there.send(), go.wait(), numbers(rb[:]))[3], fork=fork)
     there.wait()
     try:
         with pytest.raises(StorageInUseError):
             rb.empty()
-    finally:
+    finally:  # else the child waits for minutes
         go.send()
-        child.result()
+    assert child.result() == [0, 1, 2, 3, 4]
     rb.empty()
 
 
@@ -282,7 +282,7 @@ def test_a_child_that_draws_from_several_buffers_keeps_others_from_being_alone_w
         rb.extend(steps(0, 5))
     both = ReplayBufferEnsemble(*buffers, batch_size=8, sample_from_all=True)
     there, go = Signal(), Signal()
-    child = Child(lambda: (both.sample(), there.send(), go.wait(), None)[3], fork=fork)
+    child = Child(lambda: (both.sample(), there.send(), go.wait(), [numbers(rb[:]) for rb in buffers])[3], fork=fork)
     there.wait()
     try:
         for rb in buffers:
@@ -290,7 +290,7 @@ def test_a_child_that_draws_from_several_buffers_keeps_others_from_being_alone_w
                 rb.empty()
     finally:
         go.send()
-        child.result()
+    assert child.result() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_a_child_that_closes_or_cleans_up_leaves_its_parents_file(fork, tmp_path):
