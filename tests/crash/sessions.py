@@ -66,7 +66,7 @@ class Sessions:
             lanes=1 if s["lanes"] == 1 else LaneCount(s["lanes"]), ndim=1 if s["envs"] == 1 else 2,
             compact=Compact("x", s["frames"], s["n_steps"]) if "frames" in s else False,
         )  # fmt: skip
-        if storage.lanes is not None:
+        if storage.initialized:
             tracer.mark(MAPPED, storage.lanes.store.memory().ctypes.data)
             watched = (stores.CLAIMED, stores.ROW, stores.REMOVED, stores.REDO)
             stores.watch(storage.lanes.store, watched if "removes" in s else (*watched[:2], stores.EDITS, stores.REDO))

@@ -116,7 +116,7 @@ def in_time_order(rb: Any) -> torch.Tensor:
 
 def rows_of(rb: Any) -> Rows:
     """Numbers of all rows, oldest first; each is checked to be whole."""
-    if rb.storage.lanes is None or not len(rb):
+    if not rb.storage.initialized or not len(rb):
         return []
     found: Rows = numbers(rb[in_time_order(rb)])
     return found
@@ -152,10 +152,10 @@ def live(root: Path, upto: int | None = None) -> None:
     for k, step in enumerate(story(root), 1):
         if rb is None:
             rb = opened(root / "store")
-        if rb.storage.lanes is not None:
+        if rb.storage.initialized:
             watch(rb.storage.lanes.store, step.watched)
         step.act(rb)
-        rb = None if rb.storage.lanes is None else rb
+        rb = rb if rb.storage.initialized else None
         tracer.mark(k)
         if k == upto:
             return

@@ -78,11 +78,11 @@ class Machine:
 
     # ---- what is done ----
     def extend(self, n: int) -> None:
-        rb = self.writer(self.draw.randrange(self.lanes) if self.rb.storage.lanes is not None else 0)
-        lanes, first = rb.storage.lanes, Counter[int]()
-        going = Counter({0: n}) if lanes is None else Counter((lanes.next_slots(n) // self.capacity).tolist())
-        if lanes is not None:
-            first.update({lane: state["published"] for lane, state in enumerate(lanes.counters())})
+        is_first = not self.rb.storage.initialized
+        rb = self.writer(0 if is_first else self.draw.randrange(self.lanes))
+        lanes = rb.storage.lanes
+        going = Counter({0: n}) if is_first else Counter((lanes.next_slots(n) // self.capacity).tolist())
+        first = Counter({lane: state["published"] for lane, state in enumerate(lanes.counters())})
         self._edition += 1
         written = [(lane, first[lane] + i) for lane, steps in going.items() for i in range(steps)]
         numbers = torch.tensor([w + lane * OF_LANES + self._edition * OF_EDITIONS for lane, w in written])
@@ -96,7 +96,7 @@ class Machine:
             gone = [row for row in self.durable if row[0] == lane and row[1] < oldest]
             for row in gone:
                 del self.durable[row]
-        if lanes is None:
+        if is_first:
             self._disk = Disk((self._root / "store" / "rows.engram").read_bytes, self._seed)
         self._disk.look()
 

@@ -117,12 +117,12 @@ def failures(root: Path, step: int) -> Counter[str]:
                     break
                 except (EngramError, OSError, RuntimeError) as error:
                     said.append(f"{step.name}: {error}")
-                    if rb is not None and rb.storage.lanes is not None and step.name not in ("close", "close and open"):
+                    if rb is not None and rb.storage.initialized and step.name not in ("close", "close and open"):
                         found = stores.rows_of(rb)
                         assert step.allows(found), (step.name, found)
             else:
                 raise AssertionError(f"{step.name} never succeeded: {said}")
-            if rb is not None and rb.storage.lanes is None:
+            if rb is not None and not rb.storage.initialized:
                 rb = None
         # Others are those of earlier tests, which the child inherits.
         ours = str(root / "store")

@@ -233,7 +233,7 @@ def test_a_store_that_was_cut_short_can_be_closed(tmp_path):
         os.truncate(tmp_path / "rows.engram", 0)
         with pytest.raises(StorageError, match="the store's file was cut short"):
             rb.storage.close()
-        assert rb.storage.lanes is None
+        assert not rb.storage.initialized
         rb.storage.close()
 
     Child(work).result()
@@ -289,7 +289,7 @@ def test_flush_close_and_a_new_writer_say_that_the_file_is_gone(how, tmp_path):
             buffer.extend(batch(5))
     with pytest.warns(UserWarning, match=r"rows\.engram was deleted or replaced while it was open: its rows are lost"):
         rb.storage.close()
-    assert rb.storage.lanes is None
+    assert not rb.storage.initialized
 
 
 def test_a_file_that_only_moved_is_not_gone(tmp_path):

@@ -125,7 +125,7 @@ def test_where_no_store_can_be_made_the_first_write_says_so(what, open_folder):
         storage = LazyMemmapStorage(100, scratch_dir=open_folder / place)
         with pytest.raises(StorageError, match="a store cannot be made in"):
             ReplayBuffer(storage=storage).extend(STEPS)
-        assert storage.lanes is None
+        assert not storage.initialized
 
     Child(tries).result()
 

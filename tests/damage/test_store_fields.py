@@ -295,7 +295,7 @@ def test_a_row_whose_trailer_does_not_fit_it_is_dropped_by_a_scan(bases: Bases, 
     image.put(place, image.number(place) ^ SEAM)
     (ram_path / FILE_NAME).write_bytes(image.content)
     storage = LazyMemmapStorage.open(ram_path)
-    assert storage.dropped == 1 and storage.lanes is not None
+    assert storage.dropped == 1 and storage.initialized
     image.seal_row(CAPACITY)  # a forged seam is a seam
     storage.close()
     (ram_path / FILE_NAME).write_bytes(image.content)

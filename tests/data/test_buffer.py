@@ -165,7 +165,7 @@ def test_values_that_are_neither_tensors_nor_constants_name_the_leaf_and_the_lis
         storage_ = storage(10)
         with pytest.raises(TypeError, match=r"'env'.*ListStorage"):
             ReplayBuffer(storage=storage_).extend(data)
-        assert storage_.lanes is None
+        assert not storage_.initialized
 
 
 def test_list_storages_keep_values_that_vary():

@@ -73,4 +73,4 @@ def test_other_keys_and_two_of_one_name_are_refused():
             rb.extend({key: torch.zeros(3)})
     with pytest.raises(TypeError, match="one name in a file"):
         rb.extend({1: torch.zeros(3), "1": torch.zeros(3)})
-    assert rb.storage.lanes is None
+    assert not rb.storage.initialized

@@ -202,7 +202,7 @@ class LocalRows:
     def __init__(self, s: ReplayShard, name: str, number: int) -> None:
         lent = s.lend(s.incarnation, name, number)
         self.storage = LazyMemmapStorage(None, lent.folder, existsok=True)
-        assert self.storage.lanes is not None
+        assert self.storage.initialized
         self._stream = AdoptedStream(self.storage.lanes, Path(lent.folder) / STREAMS, lent.entry, number)
 
     def write(self, batch: Any) -> None:

@@ -58,9 +58,9 @@ def held(rb: Any, name: str) -> Arrays:
     storages = getattr(rb.storage, "storages", None) or [rb.storage]
     made: Arrays = {f"{name} counts": np.array([len(rb), rb.write_count, *np.ravel(rb.writer._cursor)])}
     for i, storage in enumerate(storages):
-        if storage.lanes is not None and len(storage):
+        if storage.initialized and len(storage):
             made |= in_a_row([storage.get(slice(None))], f"{name} {i}")
-        states = [] if storage.lanes is None else storage.lanes.states()
+        states = storage.lanes.states() if storage.initialized else []
         # A seam at the end cuts nothing yet: a twin has one where nobody here would write next.
         seams = [[seam for seam in s["seams"] if seam < s["published"]] for s in states]
         lanes = [

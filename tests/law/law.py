@@ -110,7 +110,7 @@ class Trial:
             return Saved(k, memory, lambda twin: _loads(twin, path, handle.result())), handle.result
         rb.dumps(path, keep_last=999)
         name = f"g-{len(list(path.glob('g-*'))):06d}"
-        if way == "reopened" and rb.storage.lanes is not None:
+        if way == "reopened" and rb.storage.initialized:
             copy = self.new_folder()
             shutil.copytree(rb.storage.scratch_dir, copy / "store", dirs_exist_ok=True)
             return Saved(k, memory, lambda twin: self.reopened(twin, copy / "store", path, name)), None

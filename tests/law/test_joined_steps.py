@@ -176,7 +176,7 @@ def kept(way: Any, open_buffer: Callable[[], ReplayBuffer]) -> ReplayBuffer:
         return opened[-1]
 
     way(once)
-    return opened[-1] if opened and opened[-1].storage.lanes is not None else open_buffer()
+    return opened[-1] if opened and opened[-1].storage.initialized else open_buffer()
 
 
 def check(rb: ReplayBuffer) -> None:

@@ -242,7 +242,7 @@ class World:
         except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             said = (type(error).__name__, str(error))
         if self.combo.way == "reopened":
-            if self.rb.storage.lanes is not None:
+            if self.rb.storage.initialized:
                 self.rb.storage.lanes.mark_seam()  # whoever comes next is another process
             self.rb.storage.release()
         return frozen(said)
@@ -358,7 +358,7 @@ class World:
             lane["seams"] = [seam for seam in lane.get("seams", []) if seam > lane["base"]]
         if not rb.write_count:  # what a twin keeps of the layout of its life before, nobody sees before the first row
             return frozen({"length": len(rb), "generator": saved["generator"]})
-        numbers = None if lanes is None else lanes.generations(torch.arange(lanes.capacity))
+        numbers = lanes.generations(torch.arange(lanes.capacity))
         cursor = rb.writer._cursor
         return frozen(
             {"length": len(rb), "written": rb.write_count, "cursor": cursor, "generations": numbers, "saved": saved}

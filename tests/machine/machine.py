@@ -215,7 +215,7 @@ class BufferMachine(Driven):
         for k in (0, -1):
             self.draws_the_same(old, twin, self.sampler.batch_sizes[k])
 
-    @precondition(lambda self: self.storage_kind.reopens and not self.prefetch and self.rb.storage.lanes is not None)
+    @precondition(lambda self: self.storage_kind.reopens and not self.prefetch and self.rb.storage.initialized)
     @rule()
     def reopen(self) -> None:
         folder = self.rb.storage.scratch_dir

@@ -79,9 +79,7 @@ def seen(rb: Any) -> Callable[[], dict[str, Any]]:
             "length": len(rb),
             "count": rb.write_count,
             "rows": _flat(rb[:]) if len(rb) else b"",
-            "lanes": None
-            if lanes is None
-            else [[one["first"], one["published"], one["seams"]] for one in lanes.states()],
+            "lanes": [[one["first"], one["published"], one["seams"]] for one in lanes.states()],
             "sampler": sampler_state(rb),
             "writer": _flat(rb.writer.state_dict()),
         }

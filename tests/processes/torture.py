@@ -355,7 +355,7 @@ class _Reader:
 
     def batch(self, clock: Clock, faults: Faults, check: bool) -> None:
         lanes = self.rb.storage.lanes
-        before = [] if lanes is None else [lane["published"] for lane in lanes.states()]
+        before = [lane["published"] for lane in lanes.states()]
         # Every other batch is asked for without its info: such a one comes from one native call.
         is_plain = self.name in WITHOUT_INFO and self.batches % 2 == 1
         try:
@@ -370,8 +370,8 @@ class _Reader:
             self._check_plain(faults, batch)
             return
         # Whether rows were replaced more than once between the draw and the read, as a sampler that has to wait sees.
-        now = [] if lanes is None else [lane["published"] for lane in lanes.states()]
-        self._outrun = not before or any(b - a > self.lane_capacity // 2 for a, b in zip(before, now, strict=True))
+        now = [lane["published"] for lane in lanes.states()]
+        self._outrun = not any(before) or any(b - a > self.lane_capacity // 2 for a, b in zip(before, now, strict=True))
         if "epochs" in self.name:
             self._epoch(faults, batch, info)
         if check:

@@ -188,7 +188,7 @@ def _opened(source: str | os.PathLike[str], snapshot: str | None, rows: int | No
         yield _Data(lambda: batches(source), None, first[:1], total)
         return
     with open_rows(source, snapshot, rows=rows, progress=progress) as storage:
-        if not len(storage) or _lanes(storage).all_removed:
+        if not len(storage) or storage.lanes.all_removed:
             which = "no steps" if not len(storage) else f"{len(storage)} steps, which were all removed"
             raise ValueError(f"{visible(source)} holds {which}: there is nothing to write")
         if storage.layout is None:
@@ -196,12 +196,7 @@ def _opened(source: str | os.PathLike[str], snapshot: str | None, rows: int | No
                 f"{visible(source)} holds items of any form, not steps with keys: only checkpoints hold those"
             )
         first = storage.read(_oldest_first(storage, 1)[:1]).batch
-        yield _Data(lambda: storage, storage, first, len(storage) - _lanes(storage).store.removed_rows)
-
-
-def _lanes(storage: Storage) -> Any:
-    assert storage.lanes is not None
-    return storage.lanes
+        yield _Data(lambda: storage, storage, first, len(storage) - storage.lanes.store.removed_rows)
 
 
 def _paths(data: _Data) -> list[KeyPath]:
@@ -287,7 +282,7 @@ class _Ends:
 
     def _values(self, path: KeyPath, sequences: Any) -> Any:
         """One number of a key for each trajectory, of the step with that sequence."""
-        lanes = _lanes(self._storage)
+        lanes = self._storage.lanes
         capacity = lanes.store.lane_capacity
         column = read_column(self._storage, path, torch.from_numpy(self._lane * capacity + sequences % capacity))
         which = torch.arange(len(self._lane), device="cpu"), torch.from_numpy(self._env), 0
@@ -297,7 +292,7 @@ class _Ends:
 def _unheld_flags(storage: Storage, paths: Sequence[KeyPath]) -> list[str]:
     """The keys that readers would derive differently; keys that they derive are not written."""
     problems = []
-    lanes = _lanes(storage)
+    lanes = storage.lanes
     for lane, state in enumerate(lanes.states()):
         for begin in range(state["first"], state["published"], _ROWS_AT_ONCE):
             sequences = torch.arange(begin, min(begin + _ROWS_AT_ONCE, state["published"]), device="cpu")
@@ -324,8 +319,8 @@ def _notes(source: str | os.PathLike[str], data: _Data, kind: Kind, snapshot: st
     notes = []
     if kind == "TorchRL directory":
         notes.append("it says no batch size, which TorchRL's loads takes over: call sample(n) there")
-    if data.storage is not None and _lanes(data.storage).envs > 1:
-        notes.append(f"the steps of {_lanes(data.storage).envs} environments follow one another now")
+    if data.storage is not None and data.storage.lanes.envs > 1:
+        notes.append(f"the steps of {data.storage.lanes.envs} environments follow one another now")
     if kind_of(source) == "checkpoint":
         with open_snapshot(source, snapshot) as saved:
             if saved.components:

@@ -293,7 +293,6 @@ def _of_observed(
 ) -> Info:
     """The header's description of the rows in which trajectories were counted, or of the rows that are there now."""
     lanes = storage.lanes
-    assert lanes is not None
     rows = None if isinstance(trajectories, str) else trajectories.rows or None
     return storage.access.validated(lambda: _of_header(path, lanes.store, opened, rows))
 

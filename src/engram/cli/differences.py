@@ -155,7 +155,7 @@ class _Pairs(NamedTuple):
     @classmethod
     def by_sequence(cls, a: Storage, b: Storage, rows_a: list[range], rows_b: list[range]) -> _Pairs | None:
         """Rows of one sequence; None where lanes or environments are others."""
-        if a.lanes is None or b.lanes is None or _shape(a) != _shape(b):
+        if _shape(a) != _shape(b):
             return None
         both = [range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(rows_a, rows_b, strict=True)]
         one, other = _slots_of_all(a, both), _slots_of_all(b, both)
@@ -246,21 +246,18 @@ class _Comparison:
 
 
 def _shape(storage: Storage) -> tuple[int, int]:
-    assert storage.lanes is not None
     return storage.lanes.store.lanes, storage.lanes.envs
 
 
 def _stored(storage: Storage) -> list[range]:
     """The sequences of the time steps that each lane holds."""
-    states = [] if storage.lanes is None else storage.lanes.states()
-    return [range(state["first"], state["published"]) for state in states]
+    return [range(state["first"], state["published"]) for state in storage.lanes.states()]
 
 
 def _slots_of_all(storage: Storage, rows: list[range]) -> Slots:
     """The slots of time steps with these sequences of each lane, of all environments, oldest first."""
     slots = [np.zeros(0, np.int64)]
     for lane, stored in enumerate(rows):
-        assert storage.lanes is not None
         capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
         times = lane * capacity + np.arange(stored.start, stored.stop) % capacity
         slots.append((times[:, None] * envs + np.arange(envs)).reshape(-1))

@@ -113,7 +113,6 @@ def _chosen(trajectories: Trajectories | str, episode: int) -> tuple[int, int, i
 def _frames(storage: Storage, path: KeyPath, lane: int, env: int, steps: range, advance: Any) -> Iterator[Image]:
     """The newest frame of each step, `[H, W, 3]`, enlarged where it is small."""
     lanes = storage.lanes
-    assert lanes is not None
     capacity = lanes.store.lane_capacity
     for start in range(steps.start, steps.stop, _AT_ONCE):
         times = torch.arange(start, min(start + _AT_ONCE, steps.stop), device="cpu")

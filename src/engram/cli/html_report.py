@@ -196,7 +196,6 @@ def _film_strips(storage: Storage) -> Iterator[str]:
     trajectories = trajectories_of(storage) if keys else "none"
     if isinstance(trajectories, str) or not len(trajectories.length):
         return
-    assert storage.lanes is not None
     capacity, envs = storage.lanes.store.lane_capacity, storage.lanes.envs
     longest = int(trajectories.length.argmax())
     lane, env, start, length = (int(column[longest]) for column in trajectories[:4])

@@ -136,7 +136,7 @@ def _of_episodes(storage: Storage, name: str, progress: bool) -> Series:
 
 def _of_key(storage: Storage, name: str, path: KeyPath, progress: bool) -> Series:
     lanes = storage.lanes
-    rows = [] if lanes is None else [range(lane["first"], lane["published"]) for lane in lanes.counters()]
+    rows = [range(lane["first"], lane["published"]) for lane in lanes.counters()]
     steps = sum(map(len, rows))
     if not steps:
         raise ValueError(f"there is no {name} to draw: no rows are stored")

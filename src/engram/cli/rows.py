@@ -149,8 +149,6 @@ def _as_array(value: Tensor) -> Any:
 
 def _oldest_first(storage: Storage, n: int) -> Tensor:
     lanes = storage.lanes
-    if lanes is None:
-        return torch.empty(0, dtype=torch.int64, device="cpu")
     slots, capacity, envs = [], lanes.store.lane_capacity, lanes.envs
     for lane, state in enumerate(lanes.states()):
         steps = range(state["first"], min(state["published"], state["first"] + n))
@@ -160,7 +158,7 @@ def _oldest_first(storage: Storage, n: int) -> Tensor:
 
 def _drawn(storage: Storage, n: int, generator: torch.Generator) -> Tensor:
     seed = torch.empty(1, dtype=torch.int64, device="cpu").random_(generator=generator)
-    slots = None if storage.lanes is None else storage.lanes.uniform(seed, n)
+    slots = storage.lanes.uniform(seed, n)
     return torch.empty(0, dtype=torch.int64, device="cpu") if slots is None else slots
 
 
@@ -172,6 +170,6 @@ def _read(storage: Storage, choose: Callable[[], Tensor]) -> RowsShown:
             return RowsShown(slots, [])
         rows = storage.read(slots)
         if rows.overwritten is None and rows.absent is None:
-            removed = () if storage.lanes is None else tuple(storage.lanes.store.removed(slots) or ())
+            removed = tuple(storage.lanes.store.removed(slots) or ())
             return RowsShown(slots, rows.batch, removed)
     raise StorageInUseError("the rows are overwritten faster than they are read; try again")

@@ -44,7 +44,7 @@ def trajectories_of(storage: Storage, end_key: KeyPath | None = None, *, left_on
     if counted is None:
         return NO_ENDS
     trajectories, rows = counted
-    if left_only and storage.lanes is not None:
+    if left_only:
         trajectories, _ = without_removed(storage.lanes.store, trajectories, rows)
     return Trajectories(*trajectories, rows)
 
@@ -59,7 +59,6 @@ def episode_returns(
 ) -> npt.NDArray[np.float64]:
     """The sum of rewards over each trajectory: float64 [n]; NaN where rows were overwritten meanwhile."""
     lanes = storage.lanes
-    assert lanes is not None
     capacity, envs, store = lanes.store.lane_capacity, lanes.envs, lanes.store
     reward = _outcome(storage, "reward")
 
@@ -89,7 +88,6 @@ def column_blocks(storage: Storage, path: KeyPath, rows: list[range], steps: int
     Without those that a writer overwrote before they were read; how many these are comes with each block.
     """
     lanes = storage.lanes
-    assert lanes is not None
     capacity = lanes.store.lane_capacity
     for lane, stored in enumerate(rows):
         for start in range(stored.start, stored.stop, steps):

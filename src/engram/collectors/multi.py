@@ -1072,7 +1072,7 @@ def _sendable(function: Callable[..., Any] | None) -> CloudpickleWrapper | None:
 def can_be_shared(storage: Any, num_workers: int) -> bool:
     """Whether workers can write into `storage`. Raises ValueError where it is for one writer."""
     lanes = storage.lanes
-    if lanes is None or lanes.locks is None:
+    if lanes.locks is None:
         return False  # without a layout yet, or in private memory
     if storage.ndim > 1 and num_workers > 1:
         return False  # such a storage has one lane

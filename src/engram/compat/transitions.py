@@ -32,8 +32,8 @@ Slots: TypeAlias = npt.NDArray[Any] | Tensor
 
 def refuse_removed(buffer: ReplayBuffer, name: str) -> None:
     """RuntimeError where rows of a buffer, the attribute `name`, were removed: draws of others know nothing of it."""
-    lanes = buffer.storage.lanes
-    if lanes is not None and lanes.store.removals and (removed := lanes.store.removed_rows):
+    store = buffer.storage.lanes.store
+    if store.removals and (removed := store.removed_rows):
         raise RuntimeError(
             f"{removed} of the stored rows were removed (ReplayBuffer.remove), and batches are drawn here by the "
             "generator of another library, which would draw them, too. Sample the engram buffer itself, "

@@ -338,7 +338,7 @@ def episode_source(data: Any, end_key: Key, traj_key: Key | None, exclude: Seque
     if isinstance(storage, StorageEnsemble):
         raise TypeError(f"a {type(data).__name__} has several members: write each of them by itself")
     if isinstance(storage, Storage):
-        if storage.lanes is None or not len(storage):
+        if not len(storage):
             raise ValueError("there is nothing to write: the buffer is empty")
         if storage.lanes.all_removed:
             raise ValueError(f"there is nothing to write: all {len(storage)} stored rows were removed")
@@ -680,7 +680,7 @@ def _extend(buffer: Any, block: Any, path: Any) -> None:
 
 def next_trajectory(storage: Any) -> int:
     """A trajectory id above those in the storage: no step of a dataset continues a stored trajectory."""
-    if storage.lanes is None or not len(storage) or storage.leaf(TRAJECTORY) is None:
+    if not len(storage) or storage.leaf(TRAJECTORY) is None:
         return 0
     highest = -1
     with storage.mutex:

@@ -1025,7 +1025,7 @@ def _check_first_id(blocks: Iterator[Any], storage: Any) -> Iterator[Any]:
     """The blocks; ValueError where the first one would continue the last stored trajectory."""
     first = True
     for block in blocks:
-        if first and storage.lanes is not None and len(storage):
+        if first and len(storage):
             _check_ids(block, storage)
         first = False
         yield block

@@ -96,7 +96,7 @@ class LocalProducer:
 
     def generations(self, slots: Tensor) -> Tensor:
         """The sequences of the rows in slots of the open store, int64 [n]."""
-        assert self._storage is not None and self._storage.lanes is not None
+        assert self._storage is not None
         return self._storage.lanes.generations(slots)
 
     def open(self, deadline: float | None = None) -> None:
@@ -131,7 +131,6 @@ class LocalProducer:
         try:
             storage = LazyMemmapStorage(None, lent.folder, existsok=True)
             try:
-                assert storage.lanes is not None
                 stream = AdoptedStream(storage.lanes, Path(lent.folder) / STREAMS, lent.entry, tenancy.number)
             except BaseException:
                 storage.close()

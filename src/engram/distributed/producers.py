@@ -68,8 +68,8 @@ class LentStream(NamedTuple):
 
 def store_identity(storage: LazyTensorStorage | LazyMemmapStorage) -> tuple[str, int] | None:
     """The store of a storage, and its incarnation; None: it is not made."""
-    lanes = storage.lanes
-    return None if lanes is None else (lanes.store.store_id.hex(), lanes.store.incarnation)
+    store = storage.lanes.store
+    return (store.store_id.hex(), store.incarnation) if storage.initialized else None
 
 
 _STORE = forms.nullable(forms.fields(forms.text, forms.integer()))
@@ -115,12 +115,11 @@ class Producers:
         before = self._read()
         if before is not None:
             self.record = dataclasses.replace(before, incarnation=max(before.incarnation + 1, time.time_ns()))
-        if self._storage.lanes is not None:
+        if self._storage.initialized:
             self.open_table(None if before is None else before.store)
 
     def open_table(self, before: tuple[str, int] | None = None) -> None:
         """Opens the table of streams, which was kept beside the store `before`."""
-        assert self._storage.lanes is not None
         self._table = StreamTable(self._storage.lanes, None if self._folder is None else self._folder / STREAMS)
         store = store_identity(self._storage)
         if before != store:  # rows were replaced, or lost in a power cut
@@ -156,7 +155,7 @@ class Producers:
         """Puts a record in force, in the file and then here, whole or not at all; None: the same in a changed store."""
         record = self.record if record is None else record
         record = dataclasses.replace(record, store=store_identity(self._storage))
-        if self._folder is not None and self._storage.lanes is not None:
+        if self._folder is not None and self._storage.initialized:
             path = self._folder / _RECORD
             try:
                 DocumentFile(path).write(dataclasses.asdict(record))
@@ -240,7 +239,6 @@ class Producers:
         None: they can be appended. While one waits no other producer is told of a place, so that the lanes are free
         when the last one that was told has had its time.
         """
-        assert self._storage.lanes is not None
         store = self._storage.lanes.store
         if n <= (store.lanes - len(self._kept)) * store.lane_capacity:  # as nearly always
             return None
@@ -266,7 +264,6 @@ class Producers:
         self._last_rows[entry.name] = now
         self._waiting.pop(entry, None)
         self._give_idle_back(now)
-        assert self._storage.lanes is not None
         has_room = entry in self._kept or len(self._kept) < self._storage.lanes.store.lanes // _KEPT_SHARE
         self.table.keep_place(entry, has_room and not self._anybody_waits(now))
         try:
@@ -284,7 +281,6 @@ class Producers:
             self._kept.pop(entry, None)
             return None
         lane, sequence, rows = kept
-        assert self._storage.lanes is not None
         store, now = self._storage.lanes.store, time.monotonic()
         if store.is_overdue(lane) or self._anybody_waits(now):
             self._kept.setdefault(entry, now)

@@ -123,7 +123,7 @@ class LoadedPiece:
             piece.folder, snapshot=piece.snapshot, parts=("storage", "sampler")
         )
         self._piece, self._storage, self._sampler = piece, storage, sampler
-        assert storage.layout is not None and storage.lanes is not None
+        assert storage.layout is not None
         self.layout: RowLayout = storage.layout
         self._lanes = storage.lanes
         self.new_priority = sampler.totals(storage).new_priority

@@ -136,7 +136,7 @@ class DrawnRows(NamedTuple):
 
 
 def _lanes_of(storage: LazyTensorStorage | LazyMemmapStorage) -> Lanes:
-    if storage.lanes is None:
+    if not storage.initialized:
         raise RuntimeError("the shard has no layout yet: adopt one first")
     return storage.lanes
 
@@ -262,7 +262,7 @@ class ReplayShard:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._folder_lock = FolderLock(self._folder, self._timeout)
         self._producers.open()
-        if self._storage.lanes is not None:
+        if self._storage.initialized:
             self._open_priorities()
 
     # ---- priorities beside the store ----
@@ -289,7 +289,7 @@ class ReplayShard:
     def _rewrite_priorities(self) -> None:
         """Writes the priorities of rows that have replaced all others."""
         if self._priorities is None:
-            return self._open_priorities() if self._storage.lanes is not None else None
+            return self._open_priorities() if self._storage.initialized else None
         self._priorities.restart(_store_name(self._storage), self._new_priority)
         sequences = self._lanes.generations(torch.arange(self._lanes.capacity, device="cpu"))
         stored = (sequences >= 0).nonzero().flatten()
@@ -362,8 +362,7 @@ class ReplayShard:
     def _totals(self, newest: bool = True) -> ShardTotals:
         lanes = self._storage.lanes
         draws = self._sampler.totals(self._storage, newest=newest)
-        rows, writes = (0, 0) if lanes is None else (len(lanes), lanes.write_count)
-        return ShardTotals(self.incarnation, rows, writes, draws)
+        return ShardTotals(self.incarnation, len(lanes), lanes.write_count, draws)
 
     @_call
     def totals(self, incarnation: int) -> ShardTotals:
@@ -379,7 +378,7 @@ class ReplayShard:
             ValueError: it has another layout; every difference is listed.
             KeyError: rows of this layout lack an entry that the sampler draws by. Nothing was changed.
         """
-        made, given = self._storage.lanes is not None, RowLayout.from_bytes(layout)
+        made, given = self._storage.initialized, RowLayout.from_bytes(layout)
         if not made:
             _check_sampler(self._sampler, given)
         self._storage.adopt(given)
@@ -574,7 +573,7 @@ class ReplayShard:
     @_call
     def draw(self, incarnation: int, n: int, seed: int) -> DrawnRows:
         """n rows drawn uniformly, less those that were overwritten meanwhile; where there are none, no block."""
-        if self._storage.lanes is None:
+        if not self._storage.initialized:
             return _no_rows(self._totals())
         return DrawnRows(*draw_rows(self._storage, n, seed), None, None, None, None, self._totals())
 
@@ -587,7 +586,7 @@ class ReplayShard:
         Raises:
             RuntimeError: writers on this machine overwrite rows faster than they are read.
         """
-        if self._storage.lanes is None:
+        if not self._storage.initialized:
             return _no_rows(self._totals())
         by_leaf = goes_by_leaf(self._layout)
         for _ in range(_MOST_DRAWS):
@@ -657,7 +656,7 @@ class ReplayShard:
         Raises:
             StorageInUseError: another process has the store open for writing. Nothing was changed.
         """
-        if self._storage.lanes is None:
+        if not self._storage.initialized:
             self._producers.end_all()
             return self.incarnation
         with self._lanes.exclusive("empty()"):
@@ -717,15 +716,15 @@ class ReplayShard:
 
         Errors as `ReplayBuffer.loads`.
         """
-        if self._storage.lanes is not None:
+        if self._storage.initialized:
             with self._lanes.exclusive("loads()"):
                 pass
         self._producers.end_all()
-        was_made = self._storage.lanes is not None
+        was_made = self._storage.initialized
         try:
             self._buffer.loads(path, snapshot=snapshot)
         finally:
-            if self._storage.lanes is not None:
+            if self._storage.initialized:
                 if was_made:
                     self._producers.write()
                 else:

@@ -71,7 +71,7 @@ def read_by_sequence(storage: LazyTensorStorage, lane: Tensor, sequence: Tensor)
         IndexError: a lane or a sequence that cannot exist.
     """
     lanes, layout = storage.lanes, storage.layout
-    if lanes is None or layout is None:
+    if layout is None:
         raise RuntimeError(EMPTY)
     slots = lanes.slots_of(lane, sequence)
     removed = lanes.store.removed(slots)  # before the read: the bit of a row goes when another one takes its place
@@ -98,7 +98,7 @@ def draw_rows(storage: LazyTensorStorage, n: int, seed: int) -> UniformRows:
     A row that is gone is left out, and not drawn again: so all others are as likely.
     """
     lanes, layout = storage.lanes, storage.layout
-    assert lanes is not None and layout is not None
+    assert layout is not None
     slots = lanes.uniform(torch.tensor([seed], device="cpu"), n)
     if slots is None:
         slots = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -114,10 +114,9 @@ def draw_rows(storage: LazyTensorStorage, n: int, seed: int) -> UniformRows:
     return UniformRows(kept_block, slots[kept], rows.sequences[kept])
 
 
-def lane_ranges(lanes: Lanes | None) -> Tensor:
+def lane_ranges(lanes: Lanes) -> Tensor:
     """The oldest sequence of each lane, and the one after its newest: int64 [lanes, 2]."""
-    states = [] if lanes is None else [lanes.store.lane(i) for i in range(lanes.store.lanes)]
-    ranges = [(state["first"], max(state["first"], state["published"])) for state in states]
+    ranges = [(state["first"], max(state["first"], state["published"])) for state in lanes.counters()]
     return torch.tensor(ranges, dtype=torch.int64, device="cpu").reshape(-1, 2)
 
 

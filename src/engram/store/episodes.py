@@ -33,7 +33,7 @@ class StepSource(Protocol):
     native: NativeRows
 
     @property
-    def lanes(self) -> Lanes | None: ...
+    def lanes(self) -> Lanes: ...
     def leaf(self, path: KeyPath) -> LeafSpec | None: ...
     def column(self, path: KeyPath, slots: Tensor) -> Tensor: ...
 
@@ -145,7 +145,7 @@ class EpisodeIndex(PartlyCopied):
         """
         indexed = self._indexed or _NONE
         lanes = indexed.lanes
-        if indexed.fetch is not None or lanes is None or indexed.steps() is not steps:
+        if indexed.fetch is not None or indexed.steps() is not steps:
             return None
         return (indexed.index, lanes.store) if lanes is steps.lanes else None
 
@@ -227,8 +227,6 @@ class EpisodeIndex(PartlyCopied):
     def _of(self, steps: StepSource) -> _Indexed | None:
         """A storage with its index, made at the first query; None before the first write."""
         lanes = steps.lanes
-        if lanes is None:
-            return None
         lanes.use()
         indexed = self._indexed or _NONE
         if indexed.steps() is steps and indexed.lanes is lanes:

@@ -292,16 +292,14 @@ def check_stored(lanes: Lanes, env_shape: tuple[int, ...], index: Any) -> None:
         raise unwritten(lanes.store, missing[0])
 
 
-def stored_generations(lanes: Lanes | None, slots: Tensor) -> Tensor:
+def stored_generations(lanes: Lanes, slots: Tensor) -> Tensor:
     """The sequence of the row in each slot (int64 [n]); -1 where there is none, as for slot -1, which writers give to
     what they refuse.
     """
-    if lanes is None:
-        return torch.full_like(slots, -1)
     return torch.where(slots < 0, -1, lanes.generations(slots.clamp(min=0)))
 
 
-def generations_at(lanes: Lanes | None, env_shape: tuple[int, ...], max_size: int | None, index: Any) -> Tensor:
+def generations_at(lanes: Lanes, env_shape: tuple[int, ...], max_size: int | None, index: Any) -> Tensor:
     """The sequence of the row in each place, int64 in the shape of the index; -1: there is none."""
     slots = to_slots(index, env_shape, max_size or 0)
     if isinstance(index, tuple):

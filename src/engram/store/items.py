@@ -121,7 +121,7 @@ class ItemTable(Table):
 
     def _begin(self) -> None:
         codec = self.codec
-        self._lanes = self.known_lanes = Lanes.in_memory(self.max_size)
+        self._lanes = self.lanes = Lanes.in_memory(self.max_size)
         #: The items by slot: a list, which reads them when it is asked for them.
         self.by_slot = _ItemList(codec, self._lanes.capacity)
         self._capacity = self._lanes.capacity
@@ -137,9 +137,9 @@ class ItemTable(Table):
         only_rows = by_slot.packed is not None and not by_slot.has_objects and not self._sequences
         self.native.bind_push(by_slot.push if takes_all and only_rows else None)
 
-    @property
-    def lanes(self) -> Lanes:
-        return self._lanes
+    def use(self, mutex: Any) -> None:
+        super().use(mutex)
+        self._lanes.mutex = mutex
 
     @property
     def nbytes(self) -> int:
@@ -343,7 +343,7 @@ class ItemTable(Table):
 
         return write
 
-    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+    def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
         return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
 
     def for_selection(self, items: Any, selection: Selection) -> Any:

@@ -76,6 +76,8 @@ class Lanes:
         self.unused_since_fork = False  # in a forked child that has not used the store yet
         #: Called after the first use of the store in a forked child.
         self.on_join: Callable[[], None] = _nothing
+        #: Whether a forked child has a copy of the rows, which are in memory that is private to this process.
+        self.copied_by_fork = locks is None
         self._copy_of = 0  # the process whose private memory this is a copy of, until the warning about it
         self._held_by_parent: int | None = None  # the lane in which such a copy goes on
         #: Seams that a device may still be computing.
@@ -570,7 +572,7 @@ class Lanes:
             self._held_by_parent = self.held if self.locks is None else None
         self.held = None
         self.unused_since_fork = True
-        if self.locks is None:
+        if self.copied_by_fork:
             self._copy_of = os.getppid()
 
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, overload
 
 import numpy as np
 import torch
@@ -55,6 +55,19 @@ _T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
+class _LookedFor:
+    """The `lanes` of a table that another process may make, until they are an attribute of it."""
+
+    @overload
+    def __get__(self, table: None, owner: type[LazyTable]) -> _LookedFor: ...
+
+    @overload
+    def __get__(self, table: LazyTable, owner: type[LazyTable]) -> Lanes: ...
+
+    def __get__(self, table: LazyTable | None, owner: type[LazyTable]) -> Any:
+        return self if table is None else table.look()
+
+
 class LazyTable(Table):
     """Rows of one layout.
 
@@ -73,21 +86,24 @@ class LazyTable(Table):
         self.has_path = place.opens_path()
         #: The table, when it is made or opened.
         self.made: MadeTable | None = None
-        self._own_index: OwnIndex | None = None
+        #: `lanes`, without a look for what another process has made meanwhile.
+        self.current_lanes = self._unwritten()
+        self._own_index = OwnIndex(self.current_lanes, (), (), self.ndim)
         self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
         self._make_lock = threading.Lock()
         self._expects_sequences = False
 
     # ---- facts ----
+    lanes = _LookedFor()
+
     @property
-    def lanes(self) -> Lanes | None:
-        if self.known_lanes is None and self.place.awaits_others():
-            self._join_made()
-        return self.known_lanes
+    def initialized(self) -> bool:
+        self.look()
+        return self.made is not None
 
     @property
     def extra(self) -> str:
-        lanes = self.size.lanes if self.known_lanes is None else self.known_lanes.store.lanes
+        lanes = self.size.lanes if self.made is None else self.current_lanes.store.lanes
         each = "" if self.max_size is None else f", steps_per_lane={self.max_size // lanes}"
         of_lanes = f", lanes={lanes}{each}" if lanes > 1 else ""
         observations = None if self.made is None else self.made.observations
@@ -95,18 +111,19 @@ class LazyTable(Table):
 
     @property
     def max_size(self) -> int | None:
-        return self.size.max_size if self.known_lanes is None else self.known_lanes.capacity
+        return self.size.max_size if self.made is None else self.current_lanes.capacity
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.lanes is None or self.made is None else self.made.nbytes
+        self.look()
+        return 0 if self.made is None else self.made.nbytes
 
     @property
     def row_bytes(self) -> int:
         return 0 if self.made is None else sum(leaf.nbytes for leaf in self.made.layout.leaves)
 
     def arguments(self) -> dict[str, Any] | None:
-        arguments = self.place.arguments(self.size, self.known_lanes)
+        arguments = self.place.arguments(self.size, None if self.made is None else self.current_lanes)
         if arguments is None or self.compact is None:
             return arguments
         return {**arguments, "compact": _as_found(self.compact, self.made)}
@@ -126,7 +143,7 @@ class LazyTable(Table):
         """
         if not self.size.is_given:
             raise ValueError("this storage needs a max_size, or max_bytes")
-        self.warn_of_copy()
+        self.current_lanes.use()  # which warns where this process was forked before there was anything to share
         if self._expects_sequences:
             layout = layout.with_sequence()
         size = self.size
@@ -140,21 +157,29 @@ class LazyTable(Table):
 
     def take(self, opened: OpenedTable) -> None:
         """Uses a table that was made or opened."""
-        opened.lanes.mutex = self.mutex
         if opened.table.observations is not None and self.compact is None:
             self.compact, self.replaces_rows = Compact.of(opened.table.observations), False
         self.ndim, self.env_shape = opened.ndim, opened.env_shape
         self._set(opened.lanes, opened.table)
 
-    def _set(self, lanes: Lanes | None, made: MadeTable | None) -> None:
+    def _set(self, lanes: Lanes, made: MadeTable | None) -> None:
         """Uses a table from now on; None: there is none any more."""
-        self.known_lanes, self.made = lanes, made
+        lanes.mutex = self.mutex
+        self.current_lanes, self.made = lanes, made
+        self.__dict__.pop("lanes", None)
+        if made is not None:
+            self.lanes = lanes
         self.layout = None if made is None else made.layout
         self.item_shape = () if self.layout is None else self.layout.within
-        self._own_index = None if lanes is None else OwnIndex(lanes, self.item_shape, self.env_shape, self.ndim)
+        self._own_index = OwnIndex(lanes, self.item_shape, self.env_shape, self.ndim)
         self._bind()
-        if lanes is not None:
-            lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+        lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+
+    def _unwritten(self) -> Lanes:
+        """Lanes of no rows, for a table that is not made."""
+        lanes = Lanes.in_memory(self.size.max_size)
+        lanes.mutex, lanes.copied_by_fork = self.mutex, self.place.is_copied_by_fork()
+        return lanes
 
     def _bind(self) -> None:
         """Lets native calls read and write the rows, and `read` read the table without a look at what this is."""
@@ -214,52 +239,54 @@ class LazyTable(Table):
         return self.made
 
     # ---- other processes ----
-    def _join_made(self) -> None:
-        """Opens the table that another process has made, if one has."""
-        with self._make_lock:
-            if self.made is None and (opened := self.place.find_made(self.size)) is not None:
-                self.take(opened)
+    def look(self) -> Lanes:
+        """Opens the table that another process has made, if one has; returns the lanes that are in use then."""
+        if self.made is None and self.place.awaits_others():
+            with self._make_lock:
+                if self.made is None and (opened := self.place.find_made(self.size)) is not None:
+                    self.take(opened)
+        return self.current_lanes
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        if self.place.unmade() is None or self.lanes is not None:
+        if self.place.unmade() is None or self.initialized:
             yield
             return
         with self.place.making():
-            self._join_made()  # while this process waited
+            self.look()  # while this process waited
             yield
 
     @contextlib.contextmanager
     def _making_exclusively(self, operation: str) -> Iterator[None]:
-        with self.mutex, self.making(), self.mutex if self.lanes is None else self.lanes.exclusive(operation):
+        with self.mutex, self.making(), self.lanes.exclusive(operation):
             yield
 
     def exclusive(self, operation: str) -> AbstractContextManager[Any]:
-        lanes = self.known_lanes
-        return self._making_exclusively(operation) if lanes is None else lanes.exclusive(operation)
+        return self._making_exclusively(operation) if self.made is None else self.current_lanes.exclusive(operation)
 
     def turn(self) -> AbstractContextManager[None]:
-        lanes = self.known_lanes
-        if lanes is None and self.place.unmade() is not None:
+        if self.made is None and self.place.unmade() is not None:
             return self._making_in_turn()
-        return contextlib.nullcontext() if lanes is None or not lanes.takes_turns else lanes.turn()
+        lanes = self.current_lanes
+        return lanes.turn() if lanes.takes_turns else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _making_in_turn(self) -> Iterator[None]:
-        with self.making(), contextlib.nullcontext() if self.lanes is None else self.lanes.turn():
+        with self.making(), self.lanes.turn():
             yield
 
     def share(self, name: str) -> None:
         self.place = self.place.shared(self.made is not None)
+        self.current_lanes.copied_by_fork = self.place.is_copied_by_fork()
 
-    def warn_of_copy(self) -> None:
-        if self.place.is_copied_by_fork():
-            super().warn_of_copy()
+    def use(self, mutex: Any) -> None:
+        super().use(mutex)
+        self.current_lanes.mutex = mutex
 
     def after_fork(self, mutex: Any) -> None:
         self._make_lock = threading.Lock()
         super().after_fork(mutex)
-        self.place.after_fork(self.known_lanes is not None)
+        self.place.after_fork(self.made is not None)
         self.native.pause()  # until this process uses the lanes
 
     # ---- sequences of rows that are written out of turn ----
@@ -274,8 +301,8 @@ class LazyTable(Table):
             self.layout = self.made.layout
 
     def carry_sequences(self, replacing: Replacing) -> None:
-        made, lanes = self.made, self.known_lanes
-        if made is None or lanes is None or made.layout.carries_sequence:
+        made, lanes = self.made, self.current_lanes
+        if made is None or made.layout.carries_sequence:
             return
         if isinstance(made, ColumnTable):
             made.carry_sequences()
@@ -311,7 +338,6 @@ class LazyTable(Table):
             made = self._made_for(steps)
         extra: tuple[str, Any] | None = None
         if steps.index_key is not None and (steps.index_key,) in made.layout.paths:
-            assert self._own_index is not None
             extra = steps.index_key, self._own_index.of(steps)
         checked = Checked(*made.fit(steps, extra))
         if checked.steps == 0:
@@ -328,32 +354,30 @@ class LazyTable(Table):
         return merged
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        assert self.made is not None and self.known_lanes is not None
-        slots, envs = self.made.append(checked.data, most), self.known_lanes.envs
+        slots, envs = self._written().append(checked.data, most), self.current_lanes.envs
         return slots if envs == 1 else expand_slots(slots, envs)
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        assert self.made is not None and self.known_lanes is not None
-        first = self.known_lanes.reserve_sequences(checked.steps)
-        return self.made.prepare_overwrite(slots, checked.data, rows, first)
+        made, first = self._written(), self.current_lanes.reserve_sequences(checked.steps)
+        return made.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """As `overwrite` of a storage, whatever environments it has; one step is repeated."""
-        assert self.made is not None and self._own_index is not None
-        n = len(slots)
+        made, n = self._written(), len(slots)
         if self.is_single(items):
             items = pytree.expand(items, n)
         if self.kept:
-            items = _with_kept(self.made.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
-        if index_key is not None and (index_key,) in self.made.layout.paths:
+            items = _with_kept(made.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
+        if index_key is not None and (index_key,) in made.layout.paths:
             _check_count(n, Steps(items).times)
             items = pytree.with_entry(items, index_key, self._own_index.of_slots(slots))
-        count, rows = self.made.fit_rows(items)
+        count, rows = made.fit_rows(items)
         _check_count(n, count)
-        self.made.overwrite(slots, rows)
+        made.overwrite(slots, rows)
 
-    def is_single(self, items: Any, env_dims: int = 0) -> bool:
-        assert self.made is not None
+    def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
+        if self.made is None:
+            return unwritten
         leaf = self.made.layout.leaves[0]
         value = pytree.get_entry(items, leaf.path)
         if value is None:
@@ -363,9 +387,13 @@ class LazyTable(Table):
     # ---- reading ----
     def read(self, slots: Tensor, *how: Any) -> Rows:
         """As `MadeTable.read`, which stands in its place when the table is made."""
-        if self.lanes is None or self.made is None:
-            raise IndexError("nothing has been written to this storage yet")
-        return self.made.read(slots, *how)
+        self.look()
+        return self._written().read(slots, *how)
+
+    def _written(self) -> MadeTable:
+        if self.made is None:
+            raise IndexError("nothing has been written to this storage yet; extend it first")
+        return self.made
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         if self.made is None:
@@ -373,19 +401,18 @@ class LazyTable(Table):
         return next((leaf for leaf in self.made.layout.leaves if leaf.path == path), None)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        assert self.made is not None
-        return self.made.column(path, slots)
+        return self._written().column(path, slots)
 
     def view(self) -> Any:
-        if self.lanes is None or self.known_lanes is None or self.made is None:
+        store = self.lanes.store
+        if self.made is None:
             return None
-        store = self.known_lanes.store
         return _view(self.made, self.env_shape, 0, store.lanes * store.lane_capacity)
 
     def slice(self, index: slice) -> Any:
-        if self.made is None or self.known_lanes is None:
+        if self.made is None:
             return None
-        store = self.known_lanes.store
+        store = self.current_lanes.store
         lane = store.lane(0)
         rows = lane["published"] - lane["first"]
         # Without gaps and from slot 0 on: not where a recovery left the middle of a ring, not in several lanes.
@@ -414,7 +441,8 @@ class LazyTable(Table):
             self.carry_sequences(replacing)
 
     def sent_state(self, name: str) -> dict[str, Any]:
-        lanes = self.lanes
+        self.look()
+        lanes = None if self.made is None else self.current_lanes
         opening = self.place.opening_arguments(self.size, lanes)
         if opening is not None:
             return {"init": opening}
@@ -426,13 +454,14 @@ class LazyTable(Table):
         except StorageError as error:
             raise StorageError(f"Cannot share a storage of type {name}{error}") from None
         unmade = self.place.unmade()
-        if lanes is None and unmade is not None:
+        if self.made is None and unmade is not None:
             return {**state, "unmade": unmade}
         return {**state, "env_shape": self.env_shape, "descriptor": share_fd(locks_of(lanes).fd)}
 
     def take_sent(self, state: dict[str, Any]) -> None:
         if "unmade" in state and "init" in state:
             self.place = FirstWriters(self.place, state["unmade"])
+            self.current_lanes.copied_by_fork = False
         elif "descriptor" in state:
             store, locks, stored = open_passed_store(state["descriptor"])
             lanes = open_lanes(store, locks, self.size.given_lanes)
@@ -446,22 +475,21 @@ class LazyTable(Table):
         """Frees a table that no other process has seen; False: it stays."""
         if not self.place.remove():
             return False
-        if self.known_lanes is not None:
-            self.known_lanes.close()
-        self._set(None, None)
+        self.current_lanes.close()
+        self._set(self._unwritten(), None)
         self.env_shape, self._first_env_shape = (), None
         return True
 
     def close(self) -> None:
         with self.mutex:
-            lanes, ends = self.known_lanes, True
+            lanes, ends = self.current_lanes, True
             try:
                 ends = self.place.close()
             finally:
-                if lanes is not None and ends:
+                if ends:
                     lanes.close()
-                    self._set(None, None)
-            if lanes is not None and not ends:
+                    self._set(self._unwritten(), None)
+            if not ends:
                 lanes.release()
 
 
@@ -509,7 +537,7 @@ class ObservedTable(LazyTable):
         self._observed = place.lanes
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        return read() if self.known_lanes is None else self._observed.validated(read, errors_only)
+        return read() if self.made is None else self._observed.validated(read, errors_only)
 
     def _bind(self) -> None:
         """Native calls validate what they read themselves; all else is validated here."""
@@ -613,8 +641,8 @@ def _view(made: MadeTable, env_shape: tuple[int, ...], start: int, stop: int) ->
 
 def _advise_to_share(table: LazyTable, layout: RowLayout, steps: FirstSteps) -> None:
     """Warns where storing observations once would save much of the memory of a table that was just made."""
-    lanes, place = table.known_lanes, table.place
-    if lanes is None or place.device.type != "cpu" or (found := steps.shared(layout)) is None:
+    lanes, place = table.current_lanes, table.place
+    if place.device.type != "cpu" or (found := steps.shared(layout)) is None:
         return
     size = lanes.store.lanes, lanes.store.lane_capacity, table.size.given_lanes
     new = NewTable(layout, table.env_shape, table.ndim, *size)

@@ -773,6 +773,11 @@ class ObservedFile(_File):
         self.lanes = ObservedLanes(file.store, folder)
         self.opened = OpenedTable(self.lanes, self.table(self.lanes, stored), env_shape, ndim)
 
+    def freeze(self) -> None:
+        """Hides the rows that are written from now on; there are none once it is closed."""
+        if self._closer.alive:
+            self.lanes.freeze()
+
     def make(self, new: NewTable) -> NoReturn:
         raise StorageError(READ_ONLY)
 

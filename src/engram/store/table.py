@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import math
-import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -18,7 +17,7 @@ from engram import pytree
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, get_entry, to_tensor
 from engram.store.indexing import Selection, last_of_each, stored_slots
-from engram.store.lanes import Lanes, warn_of_copy
+from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.row_table import NativeRows
 from engram.store.rows import Checked, MadeTable, Rows, expand_slots
@@ -64,8 +63,8 @@ class Table(abc.ABC):
     env_shape: tuple[int, ...] = ()
     #: Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps.
     item_shape: tuple[int, ...] = ()
-    #: `lanes`, without a look for what another process has made meanwhile.
-    known_lanes: Lanes | None = None
+    #: Counters of the rows; before the first write they count none.
+    lanes: Lanes
 
     def __init__(self, max_size: int | None = None) -> None:
         self._max_size = max_size
@@ -88,30 +87,20 @@ class Table(abc.ABC):
         #: Of stored rows that are changed in part, by slot: the entries that stay, whatever `overwrite` is given there.
         self.kept: Mapping[int, frozenset[KeyPath]] = {}
         self.mutex: Any = contextlib.nullcontext()
-        self._forked_from = 0  # the process that had this table, without rows, when it forked this one
 
     def use(self, mutex: Any) -> None:
         """Takes the mutex that writers hold."""
         self.mutex = mutex
-        if self.known_lanes is not None:
-            self.known_lanes.mutex = mutex
 
     def after_fork(self, mutex: Any) -> None:
         """In a child: takes a mutex that no thread of the parent holds; nothing is opened before it is used here."""
         self.use(mutex)
-        if self.known_lanes is None:
-            self._forked_from = os.getppid()
-
-    def warn_of_copy(self) -> None:
-        """Warns where this process was forked before the first write, so that there was nothing to share."""
-        parent, self._forked_from = self._forked_from, 0
-        warn_of_copy(parent)
 
     # ---- facts ----
     @property
-    @abc.abstractmethod
-    def lanes(self) -> Lanes | None:
-        """Counters of the rows; None: there was never one."""
+    def initialized(self) -> bool:
+        """Whether it has a place for rows."""
+        return True
 
     @property
     def max_size(self) -> int | None:
@@ -121,12 +110,12 @@ class Table(abc.ABC):
     @property
     def nbytes(self) -> int:
         """Bytes of the rows, used or not."""
-        return 0 if self.lanes is None else len(self.lanes) * self.row_bytes
+        return len(self.lanes) * self.row_bytes
 
     @property
     def row_bytes(self) -> int:
         """Bytes that a stored row takes in a batch; 0 before the first write."""
-        if self.lanes is None or not len(self.lanes):
+        if not len(self.lanes):
             return 0
         rows = self.read(stored_slots(self.lanes.store)[:1]).batch
         values = [to_tensor(value) for _, value in pytree.describe(rows, 1)[1]]
@@ -140,15 +129,11 @@ class Table(abc.ABC):
     @property
     def is_full(self) -> bool:
         """Whether every slot holds a row."""
-        return self.lanes is not None and self.lanes.is_full
+        return self.lanes.is_full
 
     def count(self) -> int:
         """Stored steps."""
-        lanes = self.lanes if self.known_lanes is None else self.known_lanes
-        if lanes is None:
-            self.warn_of_copy()
-            return 0
-        return len(lanes)
+        return len(self.lanes)
 
     # ---- other processes ----
     def making(self) -> AbstractContextManager[Any]:
@@ -169,7 +154,7 @@ class Table(abc.ABC):
         Raises:
             StorageInUseError: another process has them open; `operation` is named in the message.
         """
-        return self.mutex if self.lanes is None else self.lanes.exclusive(operation)
+        return self.lanes.exclusive(operation)
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
         """What `read` returns, of a moment in which no other process changed stored rows in place.
@@ -218,8 +203,11 @@ class Table(abc.ABC):
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """As `overwrite` of a storage."""
 
-    def is_single(self, items: Any, env_dims: int = 0) -> bool:
-        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
+    def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
+        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments.
+
+        `unwritten` is the answer of a table whose rows have no form yet.
+        """
         path, value = pytree.describe(items, 0)[1][0]
         leaf = self.leaf(path)
         return leaf is not None and to_tensor(value).ndim == env_dims + len(leaf.shape)
@@ -242,11 +230,10 @@ class Table(abc.ABC):
 
     def for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
         """Data for so many time steps as a batch (`at_one`: the index is an int): one step is repeated."""
-        known = self.lanes is not None
         if at_one:
-            return pytree.expand(items, 1) if not known or self.is_single(items, self.ndim - 1) else items
+            return pytree.expand(items, 1) if self.is_single(items, self.ndim - 1, unwritten=True) else items
         items = self.as_batch(items, 0)
-        return pytree.expand(items, steps) if known and type(items) is not list and self.is_single(items) else items
+        return pytree.expand(items, steps) if type(items) is not list and self.is_single(items) else items
 
     def as_batch(self, items: Any, time_dim: int) -> Any:
         """A list that is written, as a batch where rows have one layout."""
@@ -283,7 +270,7 @@ class Table(abc.ABC):
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """As `leaf` of a storage."""
-        if self.lanes is None or not len(self.lanes):
+        if not len(self.lanes):
             return None
         value = get_entry(self.read(stored_slots(self.lanes.store)[:1]).batch, path)
         return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
@@ -339,16 +326,14 @@ class Table(abc.ABC):
 
     def clear(self, reset_count: bool = True) -> None:
         """Forgets every row; the caller uses them alone."""
-        if self.lanes is not None:
-            self.lanes.store.empty(reset_count)
+        self.lanes.store.empty(reset_count)
 
     def flush(self) -> None:
         """Makes rows survive a power cut, where they outlive their processes."""
 
     def release(self) -> None:
         """Gives this process's lane back, for another process to take."""
-        if self.lanes is not None:
-            self.lanes.release()
+        self.lanes.release()
 
     def close(self) -> None:
         """Ends the use of a file, or gives this process's lane back."""

@@ -206,7 +206,7 @@ class StorageContract:
     # ---- set ----
     def test_set_on_the_slots_that_follow_appends_and_makes_the_storage_first(self, storage: Any) -> None:
         storage.empty()
-        last = len(storage.lanes) if storage.lanes is not None else 0
+        last = len(storage.lanes)
         for index, n in ((range(3), 3), (3, None), ([4, 5], 2), (torch.tensor([6, 7]), 2), (torch.tensor(8), None)):
             data = steps(last, last + 1)[0] if n is None else steps(last, last + n)
             storage.set(index, data)
@@ -515,7 +515,7 @@ class StrandsContract:
     def test_data_without_environments_are_refused_before_anything_is_made(self, rb: ReplayBuffer) -> None:
         with pytest.raises(ValueError, match="2 batch dimensions"):
             rb.extend(of_numbers(torch.arange(5)))
-        assert rb.storage.lanes is None
+        assert not rb.storage.initialized
 
     def test_a_list_of_time_steps_is_stacked(self, rb: ReplayBuffer) -> None:
         rb.extend([env_steps(3, t, t + 1)[:, 0] for t in range(4)])

@@ -103,7 +103,7 @@ def raw(value):
 def state_of(rb):
     """Everything that must be as it was after a save and a load: rows, order, cursor, counts, where episodes end."""
     rows = raw(rb[:]) if len(rb) else None
-    lanes = [] if rb.storage.lanes is None else rb.storage.lanes.saved_states()
+    lanes = rb.storage.lanes.saved_states() if rb.storage.initialized else []
     return len(rb), rb.write_count, rb.writer._cursor, rows, [{**lane, "origin": None} for lane in lanes]
 
 

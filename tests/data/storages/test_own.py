@@ -209,7 +209,7 @@ class Asking(Own):
 
     @property
     def lanes(self):
-        assert super(Own, self).lanes is None
+        assert not len(super(Own, self).lanes)
         return self._lanes
 
     @property

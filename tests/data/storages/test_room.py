@@ -21,7 +21,7 @@ def test_environments_are_those_of_the_room():
     assert (len(rb), rb.storage.max_size) == (0, 10)
     with pytest.raises(ValueError, match=r"environments of shape \[3\], this storage \[2\]"):
         rb.extend(env_steps(3, 0, 2))
-    assert rb.storage.lanes is None
+    assert not rb.storage.initialized
     rb.extend(env_steps(2, 0, 4))
     assert numbers(copy.deepcopy(rb)[:]) == numbers(rb[:]) == [[0, 1, 2, 3], [1000, 1001, 1002, 1003]]
 

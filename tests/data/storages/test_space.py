@@ -34,7 +34,7 @@ def test_a_full_disk_is_an_error_with_the_numbers_at_the_first_write(small_disk)
         ):
             write()
     assert free(small_disk) == before and list(small_disk.iterdir()) == []
-    assert len(rb) == 0 and storage.lanes is None
+    assert len(rb) == 0 and not storage.initialized
     small = ReplayBuffer(storage=LazyMemmapStorage(1000, scratch_dir=small_disk / "a" / "b"))
     small.extend(steps(0, 1000))
     assert len(small) == 1000
@@ -100,7 +100,7 @@ def test_too_little_memory_is_an_error_with_the_numbers(shared):
     rb = ReplayBuffer(storage=storage)
     with pytest.raises(StorageError, match=r"not enough memory: .* needs 1[\d.]+ TB, [\d.]+ (GB|MB) are free.*obs"):
         rb.extend({"obs": torch.zeros(3, 25)})
-    assert storage.lanes is None and storage.layout is None
+    assert not storage.initialized and storage.layout is None
     rb.set_storage(LazyTensorStorage(10))
     rb.extend({"obs": torch.zeros(3, 25)})
 

@@ -152,7 +152,7 @@ def test_a_first_batch_that_is_refused_decides_nothing():
         rb = ReplayBuffer(storage=storage)
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             rb.extend(bad)
-        assert storage.layout is None and storage.lanes is None
+        assert storage.layout is None and not storage.initialized
         rb.extend(TensorDict({"other": torch.zeros(3)}, [3]))
         assert len(rb) == 3
 

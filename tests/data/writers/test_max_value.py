@@ -187,7 +187,7 @@ class TestRanks:
                     write(data)
         with pytest.raises(TypeError, match="complex"):
             make(rank_key="r").extend(TensorDict({"r": torch.zeros(2, dtype=torch.complex64)}, [2]))
-        assert rb.storage.lanes is None
+        assert not rb.storage.initialized
 
     @pytest.mark.parametrize("storage", [LazyTensorStorage, ListStorage])
     def test_the_current_top_values_are_ranks_and_slots_the_lowest_first(self, storage):

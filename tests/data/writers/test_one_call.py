@@ -46,7 +46,7 @@ class Twins:
         for rb in (self.fast, self.slow):
             lanes = rb.storage.lanes
             rows = _flat(rb[:]) if len(rb) else b""
-            states.append((len(rb), rb.write_count, rows, None if lanes is None else lanes.saved_states()))
+            states.append((len(rb), rb.write_count, rows, lanes.saved_states()))
         assert states[0] == states[1]
 
 

@@ -73,7 +73,7 @@ def test_data_without_keys_have_no_place_for_an_index():
         rb = ReplayBuffer(storage=LazyTensorStorage(10), writer=TensorDictRoundRobinWriter())
         with pytest.raises(TypeError, match="RoundRobinWriter"):
             rb.extend(data)
-        assert rb.storage.lanes is None
+        assert not rb.storage.initialized
         assert TensorDictReplayBuffer(storage=LazyTensorStorage(5), writer=RoundRobinWriter()).extend(data).shape == (
             3,
         )

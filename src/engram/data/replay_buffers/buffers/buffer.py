@@ -667,7 +667,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             episodes=counted.episodes,
             writers=writers_of(storage),
             compact=observation_shares_of(storage),
-            removed=0 if storage.lanes is None else storage.lanes.store.removed_rows,
+            removed=storage.lanes.store.removed_rows,
         )
 
     @overload
@@ -825,7 +825,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         """
         self._writer.check_mutable("update_if_present")
         storage = self._storage
-        if storage.lanes is None:
+        if not storage.initialized:
             raise IndexError("nothing has been written yet")
         slots = to_slots(index, storage.env_shape, storage.max_size or 0)
         expected = to_tensor(generation).cpu().reshape(-1)

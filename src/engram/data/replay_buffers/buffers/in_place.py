@@ -33,8 +33,6 @@ def grid_index(storage: Storage, time_dim: int, index: tuple[Any, ...]) -> tuple
 
     Raises IndexError where it means none.
     """
-    if storage.lanes is None:
-        raise IndexError(f"index {index!r:.80} has not been written: the storage is empty; extend it first")
     slots = stored_slots(storage.lanes.store).reshape(-1, *storage.env_shape).movedim(0, time_dim)
     try:
         chosen: Tensor = slots[index]
@@ -63,7 +61,7 @@ def change_entries(
     if along_time:
         rows = move_dim(rows, time_dim, 0)
     kept: Mapping[int, frozenset[KeyPath]] = {}
-    if access.writes_as_read and storage.lanes is not None:
+    if access.writes_as_read:
         slots, shape = select(storage.lanes.store, index, storage.env_shape)
         changed = [set(map(key_path, values))] * len(slots)
         kept = kept_entries(slots, rows if shape else [rows], len(shape), changed)

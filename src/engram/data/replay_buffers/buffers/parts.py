@@ -225,5 +225,5 @@ class BufferParts(StorageUser):
     def after_fork(self) -> None:
         # No steps that the parent will write, too.
         lanes = self.storage.lanes
-        if lanes is not None and lanes.locks is not None:
+        if lanes.locks is not None:
             self.transform.empty()

@@ -58,7 +58,7 @@ class StatsPublisher:
         self._file = LearnerFile(storage.scratch_dir)
         self._stop = threading.Event()
         self._look = look
-        self._begun = _Totals(time.monotonic(), 0, 0 if storage.lanes is None else storage.write_count)
+        self._begun = _Totals(time.monotonic(), 0, storage.write_count)
         self._last = self._begun
         thread = threading.Thread(target=self._run, name="engram publish_stats", daemon=True)
         #: Ends the thread and removes the file: when the buffer is collected, shut down, or the process exits.
@@ -138,8 +138,7 @@ def _spread(storage: Storage) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int
     """Slots of stored rows, evenly spread over lanes and environments, and how many steps ago each was written."""
     lanes = storage.lanes
     slots, ages = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for lane, state in enumerate([] if lanes is None else lanes.counters()):
-        assert lanes is not None
+    for lane, state in enumerate(lanes.counters()):
         first, stop, envs = state["first"], state["published"], lanes.envs
         n = (stop - first) * envs
         most = max(1, _MOST_LOOKED_AT // lanes.store.lanes)

@@ -88,7 +88,7 @@ class RowBlock:
 def remove_at(storage: Storage, index: Any, generation: Any) -> int:
     """As `ReplayBuffer.remove` of an index."""
     lanes = storage.lanes
-    if lanes is None:
+    if not storage.initialized:
         raise IndexError("nothing has been written yet")
     slots = _named(storage, lanes, index)
     if generation is None:
@@ -108,8 +108,6 @@ def remove_at(storage: Storage, index: Any, generation: Any) -> int:
 def remove_where(storage: Storage, choose: Callable[[Any], Any]) -> int:
     """As `ReplayBuffer.remove` of a predicate. Only what it has chosen of a block is removed in a turn."""
     lanes, removed = storage.lanes, 0
-    if lanes is None:
-        return 0
     incarnation = lanes.store.incarnation
     for slots, expected in _blocks(storage, lanes):
         if gone := lanes.store.removed(slots):

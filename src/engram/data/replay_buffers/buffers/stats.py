@@ -100,17 +100,14 @@ def observation_shares_of(storage: Storage) -> ObservationShares | None:
 
 def writers_of(storage: Storage) -> tuple[WriterShare, ...]:
     """Whose rows a storage has; () where it does not tell, or there was one writer at a time."""
-    lanes = storage.lanes
-    if lanes is None:
-        return ()
     with storage.mutex:
-        return storage.access.validated(lambda: writer_shares(lanes.store))
+        return storage.access.validated(lambda: writer_shares(storage.lanes.store))
 
 
 def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:
-    lanes = storage.lanes
-    if lanes is None:
+    if not storage.initialized:
         return StepCount(len(storage), storage.write_count, 0)
+    lanes = storage.lanes
     counted = _trajectories_and_rows(storage, index)
     counters = lanes.counters()
     if counted is None:

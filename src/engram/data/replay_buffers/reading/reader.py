@@ -261,8 +261,8 @@ class Member:
 
     def removed(self, slots: Tensor) -> list[int] | None:
         """The positions of rows that were removed; None: there are none."""
-        lanes = self.storage.lanes
-        return None if lanes is None or not lanes.store.removals else lanes.store.removed(slots)
+        store = self.storage.lanes.store
+        return store.removed(slots) if store.removals else None
 
     def _read_again(self, draw: Draw, lost: list[int], generations: bool) -> tuple[Draw, Any, Tensor | None] | None:
         """Draw, batch and generations with other rows at the positions whose rows do not exist any more.

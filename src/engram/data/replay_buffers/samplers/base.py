@@ -409,12 +409,12 @@ class Sampler(SentByState, PartlyCopied, KeepsArguments, abc.ABC):
         """
         self._check_sending()
 
-    def _draw_seed(self, storage: Storage, lanes: Lanes | None) -> Tensor:
+    def _draw_seed(self, storage: Storage, lanes: Lanes) -> Tensor:
         """int64 [1] from the generator; the same tensor at every call. `lanes` are the storage's.
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if lanes is None or not (len(lanes) or lanes.any_rows() or len(storage)):
+        if not (len(lanes) or lanes.any_rows() or len(storage)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         generator, seed = self._generator, self._seed
         if isinstance(generator, Generator):
@@ -498,18 +498,19 @@ class _SavedSampler(SavedPart):
         return different
 
     def check(self, state: Any, storage: Any) -> None:
-        if storage.lanes is not None:
+        if storage.initialized:
             self.part.storage_state.check(state, storage)
 
     def rebase(self, storage: Any) -> None:
         lanes, sampler = storage.lanes, self.part
-        if lanes is not None:
+        if storage.initialized:
             with sampler.lock:
                 sampler.storage_state = sampler.storage_state.rebased(lanes.store.incarnation, lanes.shifts)
 
     def sync(self, storage: Any) -> None:
-        with self.part.lock:
-            self.part.storage_state.sync(storage)
+        if storage.initialized:
+            with self.part.lock:
+                self.part.storage_state.sync(storage)
 
     def find(self, storage: Any) -> None:
         with self.part.lock:
@@ -686,7 +687,7 @@ def checked_draw(drawn: Any, storage: Storage, kind: str) -> tuple[Index, dict[s
             f"{_shown(drawn)}"
         )
     lanes = storage.lanes
-    if lanes is None:
+    if not storage.initialized:
         raise RuntimeError(f"{EMPTY} Add or extend it first.")
     sizes = (lanes.capacity // lanes.envs, *storage.env_shape)
     parts = _parts(drawn[0], len(sizes), f"{kind}.sample")
@@ -763,20 +764,19 @@ def _shown(value: Any) -> str:
 # ---- states ----
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
-    lanes = storage.lanes
-    return 0 if lanes is None else lanes.store.rows()
+    return storage.lanes.store.rows()
 
 
 def rows_left(storage: Storage) -> int:
     """How many of the stored rows were not removed."""
-    lanes = storage.lanes
-    return 0 if lanes is None else max(0, lanes.store.rows() - lanes.store.removed_rows)
+    store = storage.lanes.store
+    return max(0, store.rows() - store.removed_rows)
 
 
 def nothing_left(storage: Storage) -> RuntimeError:
     """The error of a draw where no row is stored, or all were removed."""
     lanes = storage.lanes
-    if lanes is not None and lanes.all_removed:
+    if lanes.all_removed:
         return RuntimeError(f"all {lanes.store.rows()} stored rows were removed; add or extend it first")
     return RuntimeError(f"{EMPTY} Add or extend it first.")
 

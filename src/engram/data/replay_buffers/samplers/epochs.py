@@ -101,7 +101,7 @@ class Epochs(StorageState):
 
     def find_loaded(self, storage: Storage, store: _native.Store) -> None:
         """Finds the rows of an epoch that was loaded alone in the store of its storage."""
-        if self._is_loaded and self.epoch is not None and storage.lanes is not None:
+        if self._is_loaded and self.epoch is not None:
             self._move(store.incarnation, storage.lanes.shifts_since(self.epoch.get("lane_capacity")))
 
     def goes_on(self, store: _native.Store) -> bool:
@@ -153,12 +153,11 @@ class Epochs(StorageState):
     def sync(self, storage: Storage) -> None:
         # An epoch that was loaded, and that cannot be one of this store, is an error now and not at the next batch.
         lanes = storage.lanes
-        if lanes is not None:
-            twin = self._twin()  # after an error this one is as it was
-            twin.find_loaded(storage, lanes.store)
-            if twin.goes_on(lanes.store):
-                twin.resume(lanes)
-            self.put_back(twin.cursor())
+        twin = self._twin()  # after an error this one is as it was
+        twin.find_loaded(storage, lanes.store)
+        if twin.goes_on(lanes.store):
+            twin.resume(lanes)
+        self.put_back(twin.cursor())
 
     def cursor(self) -> tuple[Any, ...]:
         # Not `vars`: an object whose `vars` were asked for finds its attributes more slowly from then on.
@@ -266,9 +265,9 @@ class RowEpochs(Epochs):
             return False
         return len(self.walk.take(lanes.store, self.place["position"], least, self.stop)[0]) < least
 
-    def take_more(self, lanes: Lanes | None, id: int | None, n: int) -> Tensor:
+    def take_more(self, lanes: Lanes, id: int | None, n: int) -> Tensor:
         """Up to n more slots of this epoch, such that a last batch remains, which says that it is the last."""
-        if lanes is not None and self.walk is not None and self.is_running(id):
+        if self.walk is not None and self.is_running(id):
             drawn, position = self.walk.take(lanes.store, self.place["position"], n, self.stop)
             if len(self.walk.take(lanes.store, position, 1, self.stop)[0]):
                 self.place["position"] = position
@@ -347,7 +346,7 @@ class RowEpochs(Epochs):
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         lanes, epoch = storage.lanes, state["epoch"]
-        if lanes is None or epoch is None:
+        if epoch is None:
             return
         if len(epoch["ranges"]) > lanes.store.lanes or any(n > lanes.store.lane_capacity for _, n in epoch["ranges"]):
             raise ValueError("a saved epoch has more rows than this storage")
@@ -446,7 +445,7 @@ class SliceEpochs(Epochs, RunSource):
         self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
     ) -> _native.SliceBatch:
         lanes = storage.lanes
-        if lanes is None or not (len(lanes) or len(storage)):
+        if not (len(lanes) or len(storage)):
             raise nothing_to_draw(storage, episodes, rule)
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
             size = self.go_on(storage, lanes, episodes, rule, lambda: int(seed()))
@@ -495,7 +494,7 @@ class SliceEpochs(Epochs, RunSource):
 
     def can_draw_runs(self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, n: int) -> bool:
         lanes, choices = storage.lanes, episodes.choices(storage, rule)
-        if not self.drop_last or choices >= n or lanes is None or not lanes.store.removed_rows:
+        if not self.drop_last or choices >= n or not lanes.store.removed_rows:
             return choices >= n if self.drop_last else choices > 0
         return choices > 0 and _gives(storage, episodes, rule, n)  # a trajectory that has lost some windows counts less
 
@@ -537,7 +536,7 @@ class SliceEpochs(Epochs, RunSource):
             raise ValueError("a saved epoch does not have a last step for each environment")
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
-        if storage.lanes is not None and state["epoch"] is not None:
+        if state["epoch"] is not None:
             _check_trajectories(storage.lanes.store, state["epoch"])
 
 

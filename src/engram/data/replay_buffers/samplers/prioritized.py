@@ -207,7 +207,7 @@ class PriorityTable(RunSource):
         Where they are loaded after it, they are found again.
         """
         lanes = storage.lanes
-        if self._waiting is None or lanes is None or lanes.unused_since_fork or not stored_rows(storage):
+        if self._waiting is None or lanes.unused_since_fork or not stored_rows(storage):
             return
         with contextlib.suppress(ValueError):  # rows of another life, before those of the state are loaded
             self._resume(storage, lanes)
@@ -231,8 +231,8 @@ class PriorityTable(RunSource):
 
     def sync(self, storage: Storage) -> None:
         """Takes in what was written since the last look."""
-        if storage.lanes is not None:
-            self.following(storage, storage.lanes).poll(storage.lanes.store)
+        lanes = storage.lanes
+        self.following(storage, lanes).poll(lanes.store)
 
     def check_storage(self, storage: Storage) -> None:
         """Warns of a storage that holds more steps than `max_capacity`; ValueError where it does so now."""
@@ -302,7 +302,7 @@ class PriorityTable(RunSource):
     def slots(self) -> int:
         """How many slots the storage has; 0 before the first one and where nothing was written."""
         storage = self._newest_storage
-        return 0 if storage is None or storage.lanes is None else storage.lanes.capacity
+        return 0 if storage is None or not storage.initialized else storage.lanes.capacity
 
     @property
     def storage_in_use(self) -> Storage | None:
@@ -349,7 +349,7 @@ class PriorityTable(RunSource):
 
     def totals(self, poll: Callable[[_native.Priorities], None], storage: Storage) -> DrawTotals:
         """As `Sampler.totals`, after `poll` has taken in what it shall see."""
-        if storage.lanes is None:
+        if not stored_rows(storage):
             return DrawTotals(0.0, None, self.default_priority)
         priorities = self.following(storage, storage.lanes)
         poll(priorities)
@@ -363,10 +363,7 @@ class PriorityTable(RunSource):
         drawn = seed()
 
         def draw() -> _native.SliceBatch | None:
-            lanes = storage.lanes
-            if lanes is None:
-                return None
-            return episodes.draw_starts(storage, self.following(storage, lanes), rule, drawn, n)
+            return episodes.draw_starts(storage, self.following(storage, storage.lanes), rule, drawn, n)
 
         return draw_beside_writers(storage, episodes, rule, draw)
 
@@ -389,10 +386,10 @@ class PriorityTable(RunSource):
             storage = self._newest_storage
         if storage is None:
             raise RuntimeError("the sampler has not been used with a storage yet; say which with storage=...")
-        lanes = storage.lanes
-        if lanes is None:
+        last = self._storage
+        if (last is None or last() is not storage) and not storage.initialized:
             raise IndexError("nothing has been written to this storage yet; extend it first")
-        return storage, lanes
+        return storage, storage.lanes
 
     # ---- state ----
     def state(self) -> dict[str, Any]:
@@ -408,7 +405,7 @@ class PriorityTable(RunSource):
         storage = self.storage_in_use
         if self._waiting is not None:
             return {**self._waiting, **settings}
-        if storage is None or storage.lanes is None:
+        if storage is None or not storage.initialized:
             return {**settings, "seen": [], "max_priority": 1.0, "latest_priority": 1.0, "skipped": 0,
                     "priorities": torch.empty(0, dtype=torch.float64, device="cpu"), "lane_capacity": None}  # fmt: skip
         store = storage.lanes.store
@@ -443,8 +440,6 @@ class PriorityTable(RunSource):
 
     def check(self, state: dict[str, Any], storage: Storage) -> None:
         """ValueError where a saved state cannot be one of this storage, which holds rows."""
-        if storage.lanes is None:
-            return
         p, steps = _real(state["priorities"]), sum(b - a for a, b in state["seen"])
         if p.ndim != 1 or len(p) != steps * storage.lanes.envs:
             raise ValueError(f"a saved state has {p.numel()} priorities for {steps} time steps")
@@ -585,8 +580,8 @@ class PrioritizedSampler(Sampler, built_in=True):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         with self.lock:
-            drawn = None if lanes is None else self._draw_steps(storage, lanes, batch_size)
-        if drawn is None or lanes is None:
+            drawn = self._draw_steps(storage, lanes, batch_size)
+        if drawn is None:
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         slots, weights, rows = drawn
         info = DrawnInfo()
@@ -596,7 +591,8 @@ class PrioritizedSampler(Sampler, built_in=True):
 
     def _draw_steps(self, storage: Storage, lanes: Lanes, n: int) -> tuple[Tensor, Tensor, _native.DrawnRows] | None:
         table = self.storage_state
-        priorities, seed = table.following(storage, lanes), self._draw_seed(storage, lanes)
+        seed = self._draw_seed(storage, lanes)
+        priorities = table.following(storage, lanes)
         dtype, beta = table.dtype, table.beta
         wide = dtype is torch.float64
         drawn = priorities.draw(lanes.store, seed, n, beta, wide)
@@ -622,7 +618,7 @@ class PrioritizedSampler(Sampler, built_in=True):
         """Priorities of the storage's steps, beta, and whether weights are float64; None: `sample` draws."""
         table, lanes = self.storage_state, storage.lanes
         dtype = table.dtype
-        if lanes is None or (dtype is not torch.float32 and dtype is not torch.float64):
+        if not lanes.store.rows() or (dtype is not torch.float32 and dtype is not torch.float64):
             return None
         return table.following(storage, lanes), table.beta, dtype is torch.float64
 
@@ -661,7 +657,7 @@ class PrioritizedSampler(Sampler, built_in=True):
     def draw_weights(self, storage: Storage, slots: Tensor) -> Tensor | None:
         with self.lock:
             lanes = storage.lanes
-            if lanes is None or self.storage_state.storage_in_use is not storage:
+            if self.storage_state.storage_in_use is not storage:
                 return None  # before the first draw or update: a look is no use
             return self.storage_state.following(storage, lanes).leaves(lanes.store, slots)
 
@@ -711,7 +707,7 @@ def _room(max_capacity: int | None, storage: Storage, more: int = 0) -> int | No
         return None
     lanes = storage.lanes
     # A storage rounds its size up to whole lanes and to whole rows of environments.
-    most = max_capacity + (0 if lanes is None else lanes.store.lanes * lanes.envs - 1)
+    most = max_capacity + lanes.store.lanes * lanes.envs - 1
     if storage.max_size is not None and storage.max_size <= most:
         return None
     rows = stored_rows(storage) + more
@@ -744,9 +740,7 @@ def _store_of_now(lanes: Lanes) -> tuple[Any, ...]:
 
 
 def _store_of(storage: Storage) -> _native.Store:
-    lanes = storage.lanes
-    assert lanes is not None
-    return lanes.store
+    return storage.lanes.store
 
 
 def _shifted(saved: dict[str, Any], shifts: list[int]) -> dict[str, Any]:

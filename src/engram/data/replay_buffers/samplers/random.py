@@ -60,7 +60,7 @@ class RandomSampler(Sampler, built_in=True):
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
         with self.lock:
-            slots = None if lanes is None else lanes.uniform(self._draw_seed(storage, lanes), batch_size)
+            slots = lanes.uniform(self._draw_seed(storage, lanes), batch_size)
         if slots is None:
             raise nothing_left(storage)
         return (storage.from_slots(slots) if storage.ndim > 1 else slots), {}
@@ -138,12 +138,12 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
             return self._draw(storage, batch_size)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        begin, end = self._share(len(storage) if storage.lanes is None else rows_left(storage))
+        begin, end = self._share(rows_left(storage))
         return end - begin >= (batch_size if self.drop_last else 1)
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        if lanes is None or not (len(lanes) or len(storage)) or lanes.all_removed:
+        if not (len(lanes) or len(storage)) or lanes.all_removed:
             raise nothing_left(storage)
         if self._least_parts > 1:
             self._check_share(batch_size, rows_left(storage))
@@ -182,8 +182,8 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
         A batch of it is not the last, or `sample` draws it.
         """
         epochs = self.storage_state
-        epoch, walk, lanes = epochs.epoch, epochs.walk, epochs.lanes()
-        if epoch is None or type(walk) is not _native.EpochWalk or lanes is None or lanes is not storage.lanes:
+        epoch, walk, lanes = epochs.epoch, epochs.walk, storage.lanes
+        if epoch is None or type(walk) is not _native.EpochWalk or epochs.lanes() is not lanes:
             return None
         if self._least_parts > 1:  # it is over before the walk is
             return None

@@ -297,7 +297,7 @@ def nothing_to_draw(storage: Storage, episodes: EpisodeIndex, rule: _native.Slic
     if not len(storage):
         return RuntimeError(f"{EMPTY} Add or extend it first.")
     lanes, shorter = storage.lanes, "shorter slices, or strict_length=False"
-    if lanes is not None and lanes.store.lanes > 1 and rule.min_length > lanes.store.lane_capacity:
+    if lanes.store.lanes > 1 and rule.min_length > lanes.store.lane_capacity:
         shorter += (
             f"; or a storage of fewer lanes (a smaller lanes=n, or none): this one has {lanes.store.lanes} of "
             f"{lanes.store.lane_capacity} steps each, and no trajectory goes on from one to the next"
@@ -309,8 +309,7 @@ def nothing_to_draw(storage: Storage, episodes: EpisodeIndex, rule: _native.Slic
 
 
 def _counters(storage: Storage) -> list[dict[str, Any]]:
-    lanes = storage.lanes
-    return [] if lanes is None else lanes.counters()
+    return storage.lanes.counters()
 
 
 def _is_being_written(lanes: list[dict[str, Any]]) -> bool:
@@ -547,7 +546,6 @@ def _stored_flag(storage: Storage, path: KeyPath, slots: Tensor) -> Tensor | Non
         if storage.leaf(path) is None:
             return None
         lanes = storage.lanes
-        assert lanes is not None
         rows = storage.column(path, slots // lanes.envs)
         each = rows.reshape(len(slots), lanes.envs, -1)[torch.arange(len(slots), device="cpu"), slots % lanes.envs]
     return each.cpu().to(torch.bool).any(1, keepdim=True)

@@ -323,7 +323,6 @@ class SliceSampler(Sampler, built_in=True):
         slices, lanes = info.pop("slices"), storage.lanes
         if type(info) is SliceInfo:  # the flags of the batch are those that are read
             info.promised, info.make = (), None
-        assert lanes is not None
         draw = RunDraw(index, slots, info, type(self).__name__, partial(self._slices, storage, slices.rule))
         draw.runs = draw.seen = slices
         draw.store, draw.marks, draw.flags = lanes.store, marking.marks, marking.flags

@@ -36,7 +36,7 @@ class StepsAsItems:
     def items(self) -> list[Any]:
         """The steps, oldest first."""
         lanes = self._storage.lanes
-        if lanes is None or not len(lanes):
+        if not len(lanes):
             return []
         if lanes.store.lanes * lanes.envs > 1:
             raise self._needs_checkpointer("several lanes or environments")
@@ -50,16 +50,12 @@ class StepsAsItems:
     def sequences(self) -> list[int]:
         """0 for each step: it has the sequence that its lane counts."""
         lanes = self._storage.lanes
-        if lanes is not None and lanes.own_sequences is not None:
+        if lanes.own_sequences is not None:
             raise self._needs_checkpointer("rows that carry sequences")
         return [0] * len(self._storage)
 
     def counters(self) -> dict[str, Any]:
         storage = self._storage
-        if storage.lanes is None:
-            border = {"looked": 0, "agreed": None}
-            empty = {"base": 0, "published": 0, "origin": 0, "seams": [], "border": border, "replaced": 0}
-            return {"lane_capacity": storage.max_size, "envs": 1, "lanes": [empty]}
         return {"lane_capacity": storage.max_size, "envs": 1, "lanes": storage.lanes.saved_states()}
 
     def identity(self) -> dict[str, Any]:
@@ -85,8 +81,6 @@ class StepsAsItems:
         base, published = lane["base"] - shift, lane["published"] - shift
         first = storage.check(items[0], True) if items else None  # makes a storage that is made at the first write
         lanes = storage.lanes
-        if lanes is None:
-            return
         lanes.hold()  # as the writer of what is loaded: trajectories go on
         lanes.store.begin_restore()
         lanes.store.restore_lane(0, base, base, (lane["origin"] - shift) % (1 << 64))
@@ -233,7 +227,7 @@ class SavedSteps(SavedStorage):
             empty: Callable[[], None] = self._storage.empty
             return empty
         lanes = self._storage.lanes
-        if lanes is None or lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
+        if lanes.store.lanes * lanes.envs > 1 or lanes.own_sequences is not None:
             return None
         steps = StepsAsItems(self._storage)
         return functools.partial(steps.restore_items, steps.items(), steps.counters(), steps.sequences())

@@ -24,7 +24,7 @@ class SavedMembers(SavedStorage):
     def is_empty(self) -> bool:
         return all(member.saved_form.is_empty() for member in self._storage.storages)
 
-    def incarnations(self) -> list[int | None]:
+    def incarnations(self) -> list[tuple[bytes, int]]:
         return [one for member in self._storage.storages for one in member.saved_form.incarnations()]
 
     def source(self, background: bool) -> EnsembleSnapshot:

@@ -269,8 +269,7 @@ class SavedEnsemble(SavedPart):
 
     def check(self, state: Any, storage: Any) -> None:
         for member, one, rows in zip(self.members, state[self._name], storage.storages, strict=True):
-            if rows.lanes is not None:
-                member.check(one["state"], rows)
+            member.check(one["state"], rows)
 
     def rebase(self, storage: Any) -> None:
         for member, rows in self._with_storages(storage):

@@ -32,7 +32,7 @@ class RowsPlan(NamedTuple):
     commit: Callable[[], None]
     undo: Callable[[], None] | None
     replaces_rows: bool
-    incarnations: Callable[[], list[int | None]]
+    incarnations: Callable[[], list[tuple[bytes, int]]]
 
     def run(self) -> None:
         """Commits it; after an error the storage is as it was."""
@@ -58,7 +58,7 @@ class SavableStorage(Protocol):
     def max_size(self) -> int | None: ...
 
     @property
-    def lanes(self) -> Lanes | None: ...
+    def lanes(self) -> Lanes: ...
 
     def __len__(self) -> int: ...
 
@@ -103,10 +103,10 @@ class SavedStorage(abc.ABC):
         """Whether there is nothing that a load would replace."""
         return not len(self._storage)
 
-    def incarnations(self) -> list[int | None]:
+    def incarnations(self) -> list[tuple[bytes, int]]:
         """What changes when rows are replaced, of each of its tables."""
-        lanes = self._storage.lanes
-        return [None if lanes is None else lanes.store.incarnation]
+        store = self._storage.lanes.store
+        return [(store.store_id, store.incarnation)]
 
     @abc.abstractmethod
     def default_checkpointer(self) -> Any:
@@ -197,7 +197,7 @@ class SavedStorage(abc.ABC):
     def _remove_as_saved(self, own: dict[str, Any], saved: dict[str, Any]) -> None:
         """Removes the rows that were removed when these were saved, which `set` does not know; both are counters."""
         lanes = self._storage.lanes
-        if lanes is not None and not any("removed" in lane for lane in own["lanes"]):
+        if not any("removed" in lane for lane in own["lanes"]):
             for i, lane in enumerate(saved["lanes"]):
                 lanes.store.restore_removed(i, own["lanes"][i]["base"], removed_bits(lane, saved["envs"]))
 

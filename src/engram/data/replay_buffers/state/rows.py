@@ -60,9 +60,9 @@ class StoredRows:
 
     def counters(self) -> dict[str, Any]:
         """Counters of every lane as JSON."""
-        lanes = self._rows.known_lanes
-        if lanes is None:
+        if self._rows.layout is None:
             return {"lane_capacity": 0, "envs": 1, "lanes": []}
+        lanes = self._rows.current_lanes
         return {"lane_capacity": lanes.store.lane_capacity, "envs": lanes.store.envs, "lanes": lanes.saved_states()}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -80,13 +80,11 @@ class StoredRows:
 
     def identity(self) -> dict[str, Any]:
         """As `Lanes.identity`."""
-        lanes = self._rows.known_lanes
-        return {} if lanes is None else lanes.identity()
+        return {} if self._rows.layout is None else self._rows.current_lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` returned `since`; None where the log does not reach back so far."""
-        lanes = self._rows.known_lanes
-        return None if lanes is None else ChangeTracker(lanes).edited(since)
+        return ChangeTracker(self._rows.current_lanes).edited(since)
 
 
 class _Sink(StoredRows):
@@ -135,13 +133,13 @@ class _Sink(StoredRows):
         envs = math.prod(env_shape)
         if counters["envs"] != envs:
             differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
-        known, size = table.known_lanes, table.size
-        if known is None:
-            n, room = size.fit(saved, env_shape, table.place, len(lanes))
+        store = table.current_lanes.store
+        if own is None:
+            n, room = table.size.fit(saved, env_shape, table.place, len(lanes))
         else:
-            n, room = known.store.lanes, known.store.lane_capacity
+            n, room = store.lanes, store.lane_capacity
         rows, kept = [lane["published"] - lane["base"] for lane in lanes], counters["lane_capacity"]
-        if known is not None and not known.store.can_remove and any("removed" in lane for lane in lanes):
+        if not store.can_remove and any("removed" in lane for lane in lanes):
             differences.append("rows were removed there, and the store here was made by an engram that removed no rows")
         if len(lanes) > n:
             differences.append(f"{n} lanes here, {len(lanes)} there")
@@ -159,17 +157,17 @@ class _Sink(StoredRows):
         table = self._rows
         if with_table and not table.place.awaits_others() and table.remove():
             return
-        if table.lanes is not None:
-            table.lanes.store.begin_restore()
-            table.lanes.store.repair()
-            table.lanes.store.end_restore()
+        store = table.lanes.store
+        store.begin_restore()
+        store.repair()
+        store.end_restore()
 
 
 class RowLoad(_Sink):
     """One load of packed rows: the RowSink that a checkpointer fills."""
 
     def __len__(self) -> int:
-        return 0 if self._rows.known_lanes is None else len(self._rows.known_lanes)
+        return len(self._rows.current_lanes)
 
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
@@ -177,23 +175,22 @@ class RowLoad(_Sink):
         self._made_table = self._rows.made is None and layout is not None
         if layout is not None:
             self._make_room(layout, counters)
-        self._lanes, self._table = self._rows.known_lanes, self._rows.made
+        self._lanes, self._table = self._rows.current_lanes, self._rows.made
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None  # where a saved row has each byte of ours, as its keys may have been in another order
         if layout is not None and self._table is not None:
             self._byte_order = self._table.layout.order_in(layout_of(layout, self._table.layout))
         self._counters = counters
-        if self._lanes is not None:
-            self._lanes.hold()
-            self._lanes.store.begin_restore()
-            bases = []
-            for i, lane in enumerate(counters["lanes"]):
-                shift = self._shift(i)
-                bases.append(lane["base"] - shift)
-                seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
-                self._lanes.store.set_seams(i, bases[-1], lane["published"] - shift, seams)
-            if self._table is not None:
-                self._write = self._table.block_writer(bases)
+        self._lanes.hold()
+        self._lanes.store.begin_restore()
+        bases = []
+        for i, lane in enumerate(counters["lanes"]):
+            shift = self._shift(i)
+            bases.append(lane["base"] - shift)
+            seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
+            self._lanes.store.set_seams(i, bases[-1], lane["published"] - shift, seams)
+        if self._table is not None:
+            self._write = self._table.block_writer(bases)
 
     def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
         """Makes the table where there is none, and room for what these rows carry."""
@@ -218,12 +215,11 @@ class RowLoad(_Sink):
         """Shows the restored rows, or those of other counters, which have lost some of the oldest."""
         if counters is not None:
             self._counters = counters
-        if self._lanes is not None:
-            self._lanes.store.replaced = 0  # a save of a storage that was never written has no lane that says so
-            for i, lane in enumerate(self._counters["lanes"]):
-                self._lanes.restore_lane(i, lane, self._shift(i))
-            self._lanes.store.end_restore()
-            self._lanes.continue_as_saved(self._counters["lanes"])
+        self._lanes.store.replaced = 0  # a save of a storage that was never written has no lane that says so
+        for i, lane in enumerate(self._counters["lanes"]):
+            self._lanes.restore_lane(i, lane, self._shift(i))
+        self._lanes.store.end_restore()
+        self._lanes.continue_as_saved(self._counters["lanes"])
 
     def forget(self) -> None:
         """Leaves the storage empty and without a layout, unless other processes may use its table."""
@@ -235,7 +231,6 @@ class RowLoad(_Sink):
 
     def _shift(self, lane: int) -> int:
         """By how much sequences go down: not in a lane of the same capacity; else so that the oldest row has 0."""
-        assert self._lanes is not None
         same = self._counters["lane_capacity"] == self._lanes.store.lane_capacity
         return 0 if same else int(self._counters["lanes"][lane]["base"])
 
@@ -410,10 +405,10 @@ class SavedRows(SavedStorage):
 
     def source(self, background: bool) -> Any:
         table = self._rows
-        lanes, made = table.lanes if table.known_lanes is None else table.known_lanes, table.made
-        if not background and (lanes is None or lanes.locks is None or not isinstance(made, RowTable)):
+        lanes, made = table.lanes, table.made
+        if not background and (lanes.locks is None or not isinstance(made, RowTable)):
             return StoredRows(table)  # no other process sees these rows
-        if lanes is None or made is None:
+        if made is None:
             return EmptySource()
         if isinstance(made, ColumnTable):
             return ColumnSnapshot(lanes, self._now)
@@ -524,7 +519,7 @@ class SavedObservedRows(SavedRows):
         table = self._rows
         made, lanes, layout = table.made, table.lanes, self._now.layout_state()
         stored = None if made is None else made.stored
-        if lanes is None or stored is None or layout is None:
+        if stored is None or layout is None:
             raise StorageError("this store has been closed")
         return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))
 

@@ -127,8 +127,6 @@ class Access:
         table = self.table
         with table.mutex:  # no row may be replaced between the look at the counters and the copy
             lanes = table.lanes
-            if lanes is None:
-                raise IndexError(f"index {index!r:.80}: nothing has been written to this storage yet")
             selection = select(lanes.store, index, table.env_shape)
             rows = table.of_selection(methods.read(selection.slots, selection.shape), selection)
         if rows.absent is not None:
@@ -144,10 +142,7 @@ class Access:
         try:
             return look()
         except MissingRowError:
-            lanes = self.table.lanes
-            if lanes is None:
-                raise
-            return look_again(lanes.store, look)
+            return look_again(self.table.lanes.store, look)
 
     @property
     def item_reader(self) -> ItemReader | None:

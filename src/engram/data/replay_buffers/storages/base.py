@@ -157,7 +157,7 @@ class Storage(MadeFromParts):
     @property
     def initialized(self) -> bool:
         """Whether it has a place for rows: it was written to, or made around tensors."""
-        return self.lanes is not None
+        return self._held_table.initialized
 
     @property
     def max_size(self) -> int | None:
@@ -165,16 +165,18 @@ class Storage(MadeFromParts):
         return self._held_table.max_size
 
     @property
-    def lanes(self) -> Lanes | None:
-        """Counters of the stored rows (`Lanes.in_memory` makes some); None before the first write."""
-        lanes = self._outer_methods.known_lanes
-        return self._outer_methods.lanes if lanes is None else lanes
+    def lanes(self) -> Lanes:
+        """Counters of the stored rows (`Lanes.in_memory` makes some); they count none before the first write.
+
+        Those of the first write may be others than those before.
+        """
+        return self._outer_methods.lanes
 
     @property
     def layout(self) -> RowLayout | None:
         """Keys, shapes and dtypes of a stored step; None before the first write, and where steps may differ."""
         layout = self._held_table.layout
-        return self._held_table.layout if layout is None and self.lanes is not None else layout
+        return self._held_table.layout if layout is None and self.initialized else layout
 
     @property
     def env_shape(self) -> tuple[int, ...]:
@@ -193,11 +195,8 @@ class Storage(MadeFromParts):
 
     def __contains__(self, index: Any) -> bool:
         """Whether every step that an index means is stored."""
-        lanes = self.lanes
-        if lanes is None:
-            return False
         try:
-            self.access.beside_writers(functools.partial(check_stored, lanes, self.env_shape, index))
+            self.access.beside_writers(functools.partial(check_stored, self.lanes, self.env_shape, index))
         except IndexError:
             return False
         return True
@@ -219,8 +218,6 @@ class Storage(MadeFromParts):
             each = [tuple(step) in self for step in item.reshape(-1, self.ndim).tolist()]
             return torch.tensor(each, dtype=torch.bool, device="cpu").reshape(item.shape[:-1])
         lanes = self.lanes
-        if lanes is None:
-            return torch.zeros(item.shape, dtype=torch.bool, device="cpu")
         in_room = (item >= 0) & (item < lanes.capacity)
         slots = torch.where(in_room, item, 0).to("cpu", torch.int64)
         stored = (lanes.store.generations(slots.reshape(-1)) >= 0).reshape(item.shape).to(item.device)
@@ -238,7 +235,7 @@ class Storage(MadeFromParts):
             raise IndexError(f"an index of rows is one of integers, found {[part.dtype for part in parts]}")
         slots, lanes = to_slots(index, self.env_shape, self.max_size or 0), self.lanes
         removed = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
-        if lanes is not None and (places := lanes.store.removed(slots)):
+        if places := lanes.store.removed(slots):
             removed[places] = True
         return removed
 
@@ -250,9 +247,9 @@ class Storage(MadeFromParts):
         if self.ndim == 1 or self._of_data is None:
             return self
         lanes = self.lanes
-        removed = None if lanes is None else lanes.store.removed(stored_slots(lanes.store))
+        removed = lanes.store.removed(stored_slots(lanes.store))
         flat = self._of_data(pytree.flatten_dims(self.get(slice(None)), 0, len(self.env_shape)))
-        if removed and flat.lanes is not None:
+        if removed:
             slots = torch.tensor(removed, device="cpu")
             flat.lanes.remove(slots, flat.lanes.store.generations(slots))
         return flat
@@ -279,7 +276,7 @@ class Storage(MadeFromParts):
     @property
     def write_count(self) -> int:
         """Steps ever written."""
-        return self.access.settled(lambda: 0 if self.lanes is None else self.lanes.write_count)
+        return self.access.settled(lambda: self.lanes.write_count)
 
     # ---- writing: check, then append or overwrite ----
     def check(
@@ -430,8 +427,7 @@ class Storage(MadeFromParts):
 
     def mark_seam(self) -> None:
         """Begins a trajectory at the next row that this process writes, whatever its id and flags are."""
-        if self.lanes is not None:
-            self.lanes.mark_seam()
+        self.lanes.mark_seam()
 
     def close(self) -> None:
         """Ends the use of the storage by this object; what was written to a folder is synced, and there for `open`."""
@@ -531,7 +527,7 @@ class Storage(MadeFromParts):
         is_pickled = not table.has_path and table.arguments() is not None
 
         def parts() -> tuple[Any, tuple[Any, ...]]:
-            state = self.state_dict() if len(self) or self.lanes is not None else None
+            state = self.state_dict() if len(self) or self.initialized else None
             form = self.saved_form.row_form()
             own = own_attributes(self)
             made_of = (type(self), table.arguments(), self._checkpointer, form, state)
@@ -628,7 +624,7 @@ def _deep_copy(
     twin = _made_like(type(storage), copy.deepcopy(arguments, memo), copy.deepcopy(checkpointer, memo))
     memo[id(storage)] = twin
     vars(twin).update(copy.deepcopy(own_attributes(storage), memo))
-    if storage.lanes is not None:
+    if storage.initialized:
         with twin.access.exclusive("copying"):
             storage.saved_form.copy_to(twin, memo)
     return twin

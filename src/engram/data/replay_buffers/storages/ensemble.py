@@ -156,12 +156,12 @@ class _MembersTable(Table):
         super().__init__()
         self.storages = self._storages = storages
         self.replaces_in_place = False
+        self.lanes = Lanes.in_memory(1)  # which count nothing: each member has its own
         self.has_path = any(storage.access.table.has_path for storage in storages)
 
     @property
-    def lanes(self) -> Lanes | None:
-        """None: each member has counters of its own."""
-        return None
+    def initialized(self) -> bool:
+        return False
 
     @property
     def nbytes(self) -> int:

@@ -77,8 +77,7 @@ class ObservedMemmapStorage(TableStorage):
             >>> len(observed), observed.get(slice(None)).sum()
             (4, tensor(6))
         """
-        if self.lanes is not None:
-            self._file.lanes.freeze()
+        self._file.freeze()
 
 
 @advised

@@ -65,7 +65,7 @@ class UsersStorage(Protocol):
     access: Any
 
     @property
-    def lanes(self) -> Lanes | None: ...
+    def lanes(self) -> Lanes: ...
 
     @property
     def env_shape(self) -> tuple[int, ...]: ...
@@ -149,7 +149,7 @@ class OwnTable(UsersTable):
     """The table of a storage that defines our five methods."""
 
     @property
-    def lanes(self) -> Lanes | None:
+    def lanes(self) -> Lanes:  # type: ignore[override]
         return self._storage.lanes
 
     @property
@@ -170,8 +170,7 @@ class OwnTable(UsersTable):
 
     def after_fork(self, mutex: Any) -> None:
         super().after_fork(mutex)
-        if (lanes := self._storage.lanes) is not None:  # which the storage has by itself
-            self._forked_from, lanes.mutex = 0, mutex
+        self.lanes.mutex = mutex
 
 
 class UndefinedMethods:
@@ -180,12 +179,12 @@ class UndefinedMethods:
     What such a storage may leave out is made of its five.
     """
 
-    known_lanes = lanes = None
     env_shape = ()
 
     def __init__(self, table: OwnTable, name: str) -> None:
         self._name = name
         self.leaf, self.column, self.clear = table.leaf, table.column, table.clear
+        self.lanes = Lanes.in_memory(table.max_size)
 
     def fit(self, steps: Steps) -> NoReturn:
         raise self._is_undefined("check")
@@ -213,14 +212,18 @@ class GetSetTable(UsersTable):
         super().__init__(storage, max_size, own)
         self.collate = _collate_list
 
-    @property
-    def lanes(self) -> Lanes:
-        if self.known_lanes is None:
-            self.known_lanes = Lanes.in_memory(self._max_size)
-            self.known_lanes.mutex = self.mutex
-            if len(self._storage):
-                self.known_lanes.advance(len(self._storage))
-        return self.known_lanes
+    @functools.cached_property
+    def lanes(self) -> Lanes:  # type: ignore[override]
+        lanes = Lanes.in_memory(self._max_size)
+        lanes.mutex = self.mutex
+        if len(self._storage):
+            lanes.advance(len(self._storage))
+        return lanes
+
+    def use(self, mutex: Any) -> None:
+        super().use(mutex)
+        if "lanes" in vars(self):
+            self.lanes.mutex = mutex
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
@@ -274,7 +277,7 @@ class GetSetTable(UsersTable):
         self._storage.set(int(selection.slots[0]), self.fit(step).data[0])
         self.lanes.store.note_edits(selection.slots)
 
-    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+    def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
         stored = self._storage.get(int(stored_slots(self.lanes.store)[0]))
         return tuple(pytree.shape_of(first_leaf(items))) == tuple(np.shape(first_leaf(stored)))
 
@@ -294,14 +297,13 @@ class GetSetTable(UsersTable):
     # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
     @property
     def counted(self) -> Any:
-        lanes = self.known_lanes
-        return None if lanes is None else (lanes.capacity, lanes.saved_states()[0])
+        return (self.lanes.capacity, self.lanes.saved_states()[0]) if "lanes" in vars(self) else None
 
     def take_counted(self, counted: Any) -> None:
         if counted is None:
             return
         capacity, lane = counted
-        self.known_lanes = lanes = Lanes.in_memory(capacity)
+        self.lanes = lanes = Lanes.in_memory(capacity)
         lanes.mutex = self.mutex
         lanes.hold()  # as the writer of the copied rows: trajectories go on
         lanes.store.begin_restore()
@@ -407,11 +409,7 @@ class OuterMethods(_OfStorage):
 
     # ---- facts ----
     @property
-    def known_lanes(self) -> Lanes | None:
-        return self._table.known_lanes
-
-    @property
-    def lanes(self) -> Lanes | None:
+    def lanes(self) -> Lanes:
         return self._table.lanes
 
     @property
@@ -578,7 +576,7 @@ def _read_by_get(
 
 def _leaf_as_read(storage: UsersStorage, path: KeyPath) -> LeafSpec | None:
     """What a stored row has under a key, as the `get` or `read` of a user's class hands it out."""
-    if not len(storage) or storage.lanes is None:
+    if not len(storage):
         return None
     value = _entry(storage.read(stored_slots(storage.lanes.store)[:1]).batch, path)
     return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))

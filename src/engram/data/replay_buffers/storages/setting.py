@@ -72,7 +72,7 @@ class RowSetter:
             stored[:] = False  # round the ring: the newest rows take the place of the oldest
         # A new row can take the place of any stored one where that gets a sequence of its own.
         as_new = new_rows and table.replaces_rows and table.ndim == 1
-        as_new = as_new and table.lanes is not None and table.lanes.store.lanes == 1
+        as_new = as_new and table.lanes.store.lanes == 1
         if bool(stored.all()) and not as_new:
             return None
         rows = table.for_steps(data, len(steps), is_one(index))
@@ -82,10 +82,9 @@ class RowSetter:
         new = steps[~stored]
         differs = new != following[: len(new)]
         if bool(differs.any()):
-            n = 0 if table.lanes is None else len(table.lanes)
             raise IndexError(
                 f"index {new[differs][0]} has not been written, and does not follow directly on the "
-                f"{n} stored steps: the next is {following[: len(new)][differs][0]}. Nothing was written"
+                f"{len(table.lanes)} stored steps: the next is {following[: len(new)][differs][0]}. Nothing was written"
             )
         return SetPlan(steps, stored, rows, as_new)
 
@@ -107,7 +106,7 @@ class RowSetter:
     def _forget_removed(self, steps: Tensor) -> None:
         """Rows of these time steps are new ones: none of them was removed."""
         lanes = self._table.lanes
-        if lanes is not None and lanes.store.removed_rows:
+        if lanes.store.removed_rows:
             slots = (steps.reshape(-1, 1) * lanes.envs + torch.arange(lanes.envs, device="cpu")).reshape(-1)
             with lanes.exclusive("replacing rows"):
                 lanes.store.note_edits(slots, True)
@@ -115,8 +114,6 @@ class RowSetter:
     def replace(self, index: Any, items: Any, index_key: str | None = None) -> None:
         """Replaces stored rows in place: they are the same steps with other values."""
         table = self._table
-        if table.lanes is None:
-            raise IndexError(f"index {index!r} has not been written: the storage is empty; extend it first")
         with table.lanes.exclusive("changing stored rows"):
             selection = select(table.lanes.store, index, table.env_shape)
             table.overwrite_selection(selection, items, index_key, self._methods.overwrite)
@@ -129,15 +126,12 @@ class RowSetter:
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
-            assert table.lanes is not None
             self._methods.prepare_replace(checked, torch.arange(len(slots), device="cpu"), slots)()
             table.lanes.store.count_replaced(slots)
 
     def _are_stored(self, steps: Tensor) -> Tensor:
         """Which of these time steps hold rows: bool [n]. IndexError: one lies outside the storage."""
         lanes = self._table.lanes
-        if lanes is None:
-            return torch.zeros(len(steps), dtype=torch.bool, device="cpu")
         room = lanes.capacity // lanes.envs
         if bool((steps >= room).any()):
             raise IndexError(
@@ -154,8 +148,7 @@ class RowSetter:
             return index
         if not 0 <= start < stop or stop - start != _length(items):
             return index
-        written = table.lanes is not None and len(table.lanes)
-        is_single = not isinstance(items, list) and written and table.is_single(items)
+        is_single = not isinstance(items, list) and bool(len(table.lanes)) and table.is_single(items)
         if is_single or (table.max_size is not None and stop > table.max_size):
             return index
         steps = range(start, stop)
@@ -164,9 +157,7 @@ class RowSetter:
 
 def next_steps(table: Table, n: int) -> Tensor:
     """The time steps that the next n rows of this process go to: int64 [n]."""
-    if table.lanes is not None:
-        return table.lanes.next_slots(n)
-    return torch.arange(n, device="cpu") if table.max_size is None else torch.arange(n, device="cpu") % table.max_size
+    return table.lanes.next_slots(n)
 
 
 def _length(items: Any) -> int | None:

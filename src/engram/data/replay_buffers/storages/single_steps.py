@@ -126,8 +126,6 @@ def _read_one_by_one(
 
     for _ in range(_MOST_LOOKS):
         with storage.mutex:
-            if storage.lanes is None:
-                raise IndexError("nothing has been written to this storage yet")
             found = n_step.read_n_steps(storage.lanes, slots, discounts, read)
         if found is not None:
             return found

@@ -292,8 +292,9 @@ class LazyTensorStorage(TensorStorage):
     def compact(self) -> Compact | None:
         """Which observations are stored once: before the first write as given, then as found; None: none."""
         table = self._rows_table
-        if table.lanes is None or table.made is None:
+        if not self.initialized:
             return table.compact
+        assert table.made is not None
         return None if table.made.observations is None else Compact.of(table.made.observations)
 
     @property

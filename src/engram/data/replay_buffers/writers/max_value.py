@@ -137,16 +137,15 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
 
     def _write(self, storage: Storage, items: Any, values: Tensor, single: bool, time_dim: int) -> Tensor | int:
         heap = self._following(storage)
-        is_new = storage.lanes is None
-        store = None if storage.lanes is None else storage.lanes.store
-        slots, appended, rows, targets = heap.place(store, values, self.reduction)
+        slots, appended, rows, targets = heap.place(storage.lanes.store, values, self.reduction)
         with contextlib.ExitStack() as alone:
             try:
                 if rows is not None:
                     storage.access.carry_sequences()  # before the check, which is against the layout
+                lanes = storage.lanes
                 checked = storage.check(items, single, time_dim, self._index_key_of(items), slots)
                 self._check_shape(storage, checked, slots)
-                if is_new:
+                if storage.lanes is not lanes:  # the check has made them, or found those of another process
                     alone.enter_context(storage.access.turn())
                     if len(storage):
                         raise StorageInUseError(
@@ -167,7 +166,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
 
     def _store(self, storage: Storage, checked: Checked, slots: Tensor, appended: int, rows: Any, targets: Any) -> None:
         lanes = storage.lanes
-        assert lanes is not None and self._heap is not None
+        assert self._heap is not None
         replace = None
         if rows is not None:  # all memory first: a batch is written whole or not at all
             replace = storage.access.prepare_replace(checked, rows, targets)
@@ -183,7 +182,6 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         return None if pytree.is_tensorclass(items) and not hasattr(items, self.index_key) else self.index_key
 
     def _check_shape(self, storage: Storage, checked: Checked, slots: Tensor) -> None:
-        assert storage.lanes is not None
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} ranks for {checked.steps} items; nothing was written")
         if storage.lanes.store.lanes > 1:
@@ -202,7 +200,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             if storage.max_size is None:
                 return int(next_steps(storage.access.table, 1)[0])
             heap = self._following(storage)
-            slots, *_ = heap.place(None if storage.lanes is None else storage.lanes.store, values, self.reduction)
+            slots, *_ = heap.place(storage.lanes.store, values, self.reduction)
             heap.undo()
         return None if slots[0] < 0 else int(slots[0])
 
@@ -211,8 +209,6 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         heap = self._heap
         if heap is None or heap.capacity != storage.max_size:
             heap = self._heap = _native.RankHeap(storage.max_size or 0)
-        if storage.lanes is None:
-            return heap  # before a heap is full, it has taken in every slot
         if storage.lanes.store.lanes > 1:
             raise ValueError(f"TensorDictMaxValueWriter needs a storage with lanes=1, got {storage.lanes.store.lanes}")
         behind = heap.behind(storage.lanes.store)
@@ -238,7 +234,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
             self._storage,
             (torch.empty(0, dtype=torch.float64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")),
         )
-        if storage is None or storage.lanes is None or not len(storage):
+        if storage is None or not len(storage):
             return self._loaded or nothing
         with storage.mutex:
             slots, ranks = stored_slots(storage.lanes.store), list[float]()

@@ -111,7 +111,7 @@ class Writer(SentByState, PartlyCopied, Part):
         self._storage = storage
         if self._sets_rows:
             if not self._has_own_cursor:
-                self._own_cursor = 0 if storage.lanes is None else storage.lanes.cursor
+                self._own_cursor = storage.lanes.cursor
             if storage.ndim == 1:
                 storage.access.expect_sequences(by_set=True)
             self._storage = storage.access.for_own_writers(storage)
@@ -201,10 +201,9 @@ class Writer(SentByState, PartlyCopied, Part):
         if self._own_cursor is not None:
             return self._own_cursor
         storage = self._storage
-        lanes = None if storage is None else storage.lanes
-        if storage is None or lanes is None or (self._loaded_cursor and not len(storage)):
+        if storage is None or (self._loaded_cursor and not len(storage)):
             return self._loaded_cursor
-        return storage.access.settled(lambda: lanes.cursor)
+        return storage.access.settled(lambda: storage.lanes.cursor)
 
     @_cursor.setter
     def _cursor(self, cursor: int) -> None:
@@ -328,7 +327,7 @@ def _write_by_set(self: Any, storage: Storage, items: Any, single: bool, time_di
     if single and storage.ndim == 1:
         return int(index)
     times = to_tensor(index, dtype=torch.int64).reshape(-1)
-    return expand_slots(times, 1 if storage.lanes is None else storage.lanes.envs)
+    return expand_slots(times, storage.lanes.envs)
 
 
 def _write_by_overrides(self: Any, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
