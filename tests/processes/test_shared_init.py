@@ -18,7 +18,7 @@ from engram._copies import passing_fds
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.replay_buffers.state.rows import RowLoad
 from engram.errors import StorageError, StorageInUseError
-from engram.store import unmade
+from engram.store import life
 from engram.store.files import StoreSpec
 from engram.store.layout import RowLayout
 
@@ -168,7 +168,7 @@ def test_a_store_is_not_opened_before_it_is_whole(monkeypatch):
 
 
 def test_who_waits_for_a_process_that_was_stopped_gets_an_error(monkeypatch):
-    monkeypatch.setattr(unmade, "_MAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(life, "_MAKE_TIMEOUT", 0.05)
     storage = LazyTensorStorage(100, shared_init=True)
     rb, checked = ReplayBuffer(storage=sent(storage)), []
 
@@ -187,7 +187,7 @@ def test_who_waits_for_a_process_that_was_stopped_gets_an_error(monkeypatch):
 
 
 def test_a_child_of_a_process_that_died_while_it_made_it_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(unmade, "_MAKE_TIMEOUT", 5)
+    monkeypatch.setattr(life, "_MAKE_TIMEOUT", 5)
     rb, reader = ReplayBuffer(storage=LazyTensorStorage(100, shared_init=True)), os.pipe()
 
     def fork_and_die(spec, fd):
@@ -283,7 +283,7 @@ def test_a_closed_one_is_not_opened_again(tmp_path):
 @pytest.mark.parametrize("order", ["set, extend", "extend, adopt"])
 def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_each_other(order, monkeypatch):
     rb = ReplayBuffer(storage=LazyTensorStorage(20, shared_init=True), batch_size=4)
-    lock = unmade.UnmadeStore._lock
+    lock = life.UnmadeStore._lock
 
     def slowly(store):
         lock(store)
@@ -294,7 +294,7 @@ def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_eac
         "extend": lambda: rb.extend(torch.arange(3)),
         "adopt": lambda: rb.storage.adopt(RowLayout.of(torch.arange(3), 1)),
     }
-    monkeypatch.setattr(unmade.UnmadeStore, "_lock", slowly)
+    monkeypatch.setattr(life.UnmadeStore, "_lock", slowly)
     threads = [threading.Thread(target=calls[name], daemon=True) for name in order.split(", ")]
     for thread in threads:
         thread.start()

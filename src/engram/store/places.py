@@ -38,12 +38,12 @@ from engram.store.files import (
 from engram.store.header import FILE_NAME, StoreFile
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
+from engram.store.life import UnmadeStore
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.row_table import RowTable
 from engram.store.rows import MadeTable
 from engram.store.table import NOT_SENT
-from engram.store.unmade import UnmadeStore
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 _MAX_SIZE = 1 << 56

@@ -20,6 +20,7 @@ from engram.pytree import Key
 from engram.store.compact import Compact, as_compact
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
+from engram.store.life import UnmadeStore
 from engram.store.places import (
     FirstWriters,
     LaneCount,
@@ -30,7 +31,6 @@ from engram.store.places import (
     TableSize,
     TemporaryFile,
 )
-from engram.store.unmade import UnmadeStore
 
 _T = TypeVar("_T")
 

@@ -24,6 +24,7 @@ from engram.store.compact import Compact, KnownSteps, as_compact
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout
 from engram.store.lazy_table import LazyTable
+from engram.store.life import UnmadeStore
 from engram.store.places import (
     FirstWriters,
     GivenRoom,
@@ -39,7 +40,6 @@ from engram.store.places import (
 )
 from engram.store.row_table import RowTable
 from engram.store.rows import Rows
-from engram.store.unmade import UnmadeStore
 
 
 class TableStorage(Storage):
