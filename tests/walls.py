@@ -31,6 +31,8 @@ WIDE = 20  # arguments of a constructor
 MANY = 45  # methods in the body of a class
 #: The classes at which families of tables begin: those of storages, and those that the first write makes inside one.
 TABLES = ("Table", "RowTable", "ColumnTable")
+#: The question that only the file of a table's life should ask.
+WRITTEN, LIFE = "questions whether anything is written", "store/life.py"
 #: Words whose number shows how many places know one thing, and the files in which they are counted, below `engram`.
 WORDS = {
     "time_dim, batch_dims, index_key below buffers": (
@@ -65,11 +67,14 @@ def count(root: Path, parsed: Callable[[Path], ast.Module] = parsed) -> dict[str
                     now["uses of another object's private name"] += 1
                 if not _is_own(node.value) and isinstance(node.ctx, ast.Load):
                     asked[node.attr] += 1
+                now[WRITTEN] += inside != LIFE and node.attr == "initialized"
             elif isinstance(node, ast.Compare):
                 now["probes by identity of a method"] += _is_probe(node)
-                now["questions whether anything is written"] += _asks_whether_written(node)
+                now[WRITTEN] += inside != LIFE and _asks_whether_written(node)
+                now["questions whether rows have a layout"] += _is_compared(node, "None") == "layout"
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 now["hasattr and getattr"] += node.func.id in ("hasattr", "getattr")
+                now[WRITTEN] += inside != LIFE and "Unwritten" in ast.unparse(node)
             elif isinstance(node, ast.FunctionDef):
                 now["copy and pickle dunders"] += node.name in COPIES
                 arguments = len(node.args.args + node.args.kwonlyargs)
@@ -105,10 +110,15 @@ def _is_probe(node: ast.Compare) -> bool:
 
 
 def _asks_whether_written(node: ast.Compare) -> bool:
-    """`lanes is None`, `x.store is not None`."""
+    """`lanes is None`, `x.store is not None`, `rows is UNWRITTEN`."""
+    return _is_compared(node, "None") in ("lanes", "store", "made") or bool(_is_compared(node, "UNWRITTEN"))
+
+
+def _is_compared(node: ast.Compare, with_what: str) -> str:
+    """The last name of what is compared by identity with this; "": nothing is."""
     asked = node.left.attr if isinstance(node.left, ast.Attribute) else getattr(node.left, "id", "")
-    is_none = isinstance(node.ops[0], ast.Is | ast.IsNot) and ast.unparse(node.comparators[0]) == "None"
-    return is_none and asked in ("lanes", "store")
+    by_identity = isinstance(node.ops[0], ast.Is | ast.IsNot)
+    return asked if by_identity and ast.unparse(node.comparators[0]) == with_what else ""
 
 
 def _families(bases: dict[str, set[str]], heads: tuple[str, ...]) -> set[str]:

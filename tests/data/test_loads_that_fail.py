@@ -521,7 +521,7 @@ def test_an_error_of_our_own_while_a_state_is_adopted(step, sampler, storage, tm
 def test_a_disk_that_fails_while_rows_are_put_in_their_places(tmp_path, monkeypatch):
     path = saved(lambda: buffer(tmp_path, "named"), tmp_path)
     rb = used(buffer(tmp_path, "named"), (0, 55))
-    table, put = type(rb.storage._held_table.made), type(rb.storage._held_table.made).set_block
+    table, put = type(rb.storage._held_table.rows), type(rb.storage._held_table.rows).set_block
     calls = itertools.count()
 
     def fail_once(self, *args):

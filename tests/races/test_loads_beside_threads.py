@@ -667,7 +667,7 @@ class Loading:
             rb.extend(steps(number))
             rb.storage.dumps(path / str(number))
         rb.storage.loads(path / "1")
-        table = type(rb.storage._held_table.made)
+        table = type(rb.storage._held_table.rows)
         self._begun, self.go_on = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=lambda: rb.storage.loads(path / "2"), daemon=True)
         monkeypatch.setattr(table, "set_block", lambda *args, put=table.set_block: self._put(put, args))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, NoReturn, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engram import pytree
-from engram._copies import share_fd
 from engram._text import warn_user
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec, to_tensor
@@ -31,44 +27,28 @@ from engram.store.compact import (
     KnownSteps,
     advice_to_share,
 )
-from engram.store.files import StoreSpec, open_passed_store, refuse_if_memory_is_short
+from engram.store.files import StoreSpec, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, specs_of
+from engram.store.life import PlacedTable, Unwritten
 from engram.store.places import (
     READ_ONLY,
-    FirstWriters,
     NewTable,
     ObservedFile,
-    OpenedTable,
     Place,
     TableSize,
-    locks_of,
-    open_lanes,
 )
 from engram.store.row_table import RowTable
 from engram.store.rows import Checked, MadeTable, Rows, expand_slots, warn_of_items
 from engram.store.steps import Steps
-from engram.store.table import Replacing, Table
+from engram.store.table import Replacing
 
 _T = TypeVar("_T")
 _NO_STEPS = "nothing to add: the batch has no steps"
 
 
-class _LookedFor:
-    """The `lanes` of a table that another process may make, until they are an attribute of it."""
-
-    @overload
-    def __get__(self, table: None, owner: type[LazyTable]) -> _LookedFor: ...
-
-    @overload
-    def __get__(self, table: LazyTable, owner: type[LazyTable]) -> Lanes: ...
-
-    def __get__(self, table: LazyTable | None, owner: type[LazyTable]) -> Any:
-        return self if table is None else table.look()
-
-
-class LazyTable(Table):
+class LazyTable(PlacedTable):
     """Rows of one layout.
 
     Args:
@@ -79,57 +59,68 @@ class LazyTable(Table):
     """
 
     def __init__(self, size: TableSize, place: Place, compact: Compact | None = None, *, advises: bool = False) -> None:
-        super().__init__()
+        super().__init__(size, place)
         self.compact, self._advises = compact, advises
         self.replaces_rows = compact is None
-        self.size, self.place, self.ndim = size, place, size.ndim
-        self.has_path = place.opens_path()
-        #: The table, when it is made or opened.
-        self.made: MadeTable | None = None
-        #: `lanes`, without a look for what another process has made meanwhile.
-        self.current_lanes = self._unwritten()
-        self._own_index = OwnIndex(self.current_lanes, (), (), self.ndim)
-        self._first_env_shape: tuple[int, ...] | None = None  # of a first batch with several environment dimensions
-        self._make_lock = threading.Lock()
         self._expects_sequences = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Takes what it says of the rows from those that there are now, and binds native calls to them.
+
+        `read` is that of the rows then, without a look at what they are.
+        """
+        rows = self.rows
+        if rows.observations is not None and self.compact is None:
+            self.compact, self.replaces_rows = Compact.of(rows.observations), False
+        self.layout = rows.layout
+        self.item_shape = () if self.layout is None else self.layout.within
+        self._own_index = OwnIndex(self.current_lanes, self.item_shape, self.env_shape, self.ndim)
+        self._bind()
+        self.current_lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+
+    def _bind(self) -> None:
+        rows = self.rows
+        self.__dict__.pop("read", None)
+        if self.layout is not None:
+            self.read = rows.read  # type: ignore[method-assign]
+        if not isinstance(rows, RowTable):
+            self.native.unbind()
+            return
+        push: Any = rows.push
+        if self.ndim > 1:
+            push = functools.partial(_push_envs, rows, self.env_shape) if self.ndim == 2 else None
+        self.native.bind(rows, push)
 
     # ---- facts ----
-    lanes = _LookedFor()
-
-    @property
-    def initialized(self) -> bool:
-        self.look()
-        return self.made is not None
-
     @property
     def extra(self) -> str:
-        lanes = self.size.lanes if self.made is None else self.current_lanes.store.lanes
+        lanes = self.lane_count
         each = "" if self.max_size is None else f", steps_per_lane={self.max_size // lanes}"
         of_lanes = f", lanes={lanes}{each}" if lanes > 1 else ""
-        observations = None if self.made is None else self.made.observations
+        observations = self.rows.observations
         return of_lanes if observations is None else f"{of_lanes}, compact={observations}"
-
-    @property
-    def max_size(self) -> int | None:
-        return self.size.max_size if self.made is None else self.current_lanes.capacity
 
     @property
     def nbytes(self) -> int:
         self.look()
-        return 0 if self.made is None else self.made.nbytes
+        return self.rows.nbytes
 
     @property
     def row_bytes(self) -> int:
-        return 0 if self.made is None else sum(leaf.nbytes for leaf in self.made.layout.leaves)
+        return 0 if self.layout is None else sum(leaf.nbytes for leaf in self.layout.leaves)
 
     def arguments(self) -> dict[str, Any] | None:
-        arguments = self.place.arguments(self.size, None if self.made is None else self.current_lanes)
-        if arguments is None or self.compact is None:
-            return arguments
-        return {**arguments, "compact": _as_found(self.compact, self.made)}
+        arguments = self.place.arguments(self.size, None if self.layout is None else self.current_lanes)
+        return arguments if arguments is None or self.compact is None else {**arguments, **self._as_found()}
+
+    def _as_found(self) -> dict[str, Any]:
+        """The argument of a constructor that says what was found in the first rows."""
+        found = self.rows.observations
+        return {"compact": self.compact if found is None else Compact.of(found)}
 
     # ---- making ----
-    def make(
+    def make_for(
         self,
         layout: RowLayout,
         env_shape: tuple[int, ...],
@@ -143,7 +134,6 @@ class LazyTable(Table):
         """
         if not self.size.is_given:
             raise ValueError("this storage needs a max_size, or max_bytes")
-        self.current_lanes.use()  # which warns where this process was forked before there was anything to share
         if self._expects_sequences:
             layout = layout.with_sequence()
         size = self.size
@@ -153,47 +143,7 @@ class LazyTable(Table):
                 observations = self.compact.find(layout, KnownSteps(ObservationKeys({}, self.horizon)))
         lanes, capacity = size.fit(layout, env_shape, self.place, saved_lanes, observations)
         new = NewTable(layout, env_shape, self.ndim, lanes, capacity, size.given_lanes, observations)
-        self.take(self.place.make(new))
-
-    def take(self, opened: OpenedTable) -> None:
-        """Uses a table that was made or opened."""
-        if opened.table.observations is not None and self.compact is None:
-            self.compact, self.replaces_rows = Compact.of(opened.table.observations), False
-        self.ndim, self.env_shape = opened.ndim, opened.env_shape
-        self._set(opened.lanes, opened.table)
-
-    def _set(self, lanes: Lanes, made: MadeTable | None) -> None:
-        """Uses a table from now on; None: there is none any more."""
-        lanes.mutex = self.mutex
-        self.current_lanes, self.made = lanes, made
-        self.__dict__.pop("lanes", None)
-        if made is not None:
-            self.lanes = lanes
-        self.layout = None if made is None else made.layout
-        self.item_shape = () if self.layout is None else self.layout.within
-        self._own_index = OwnIndex(lanes, self.item_shape, self.env_shape, self.ndim)
-        self._bind()
-        lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
-
-    def _unwritten(self) -> Lanes:
-        """Lanes of no rows, for a table that is not made."""
-        lanes = Lanes.in_memory(self.size.max_size)
-        lanes.mutex, lanes.copied_by_fork = self.mutex, self.place.is_copied_by_fork()
-        return lanes
-
-    def _bind(self) -> None:
-        """Lets native calls read and write the rows, and `read` read the table without a look at what this is."""
-        made = self.made
-        self.__dict__.pop("read", None)
-        if made is not None:
-            self.read = made.read  # type: ignore[method-assign]
-        if not isinstance(made, RowTable):
-            self.native.unbind()
-            return
-        push: Any = made.push
-        if self.ndim > 1:
-            push = functools.partial(_push_envs, made, self.env_shape) if self.ndim == 2 else None
-        self.native.bind(made, push)
+        self.make(new)
 
     def adopt(self, layout: RowLayout) -> None:
         """Makes the table for rows of this layout; the same again is no error.
@@ -201,18 +151,17 @@ class LazyTable(Table):
         Raises:
             ValueError: it has another layout already; every difference is listed.
         """
-        with self.mutex, self.making(), self._make_lock:  # in the order of `extend`
-            if self.made is None:
-                self.make(layout, ())
-                return
-        differences = self.made.layout.differences(layout)
+        with self.mutex, self.first_write() as is_first:  # in the order of `extend`
+            if is_first:
+                self.make_for(layout, ())
+        differences = [] if is_first or self.layout is None else self.layout.differences(layout)
         if differences:
             raise ValueError(f"this storage has another layout: {'; '.join(differences)}. Nothing was changed")
 
-    def _made_for(self, steps: Steps) -> MadeTable:
-        """The table; made for rows like those of a first batch."""
-        with self.making(), self._make_lock:
-            if self.made is None:
+    def _make_for_first(self, steps: Steps, given: Steps) -> None:
+        """Makes the table for rows like those of a first batch, which was given with all dimensions of environments."""
+        with self.first_write() as is_first:
+            if is_first:
                 root, entries = pytree.describe(steps.items, steps.lead)
                 self.place.note_device([leaf for _, leaf in entries])
                 leaves = specs_of(entries, steps.lead)
@@ -228,65 +177,20 @@ class LazyTable(Table):
                     observations = self.compact.find(layout, FirstSteps(steps, self.horizon))
                     if observations is None:
                         warn_user(NOTHING_TO_SHARE)
-                self.make(layout, self._first_env_shape or steps.env_shape, observations=observations)
+                self.make_for(layout, given.env_shape, observations=observations)
                 if self._advises and layout.payload_bytes > ROW_WORTH_IT:
                     _advise_to_share(self, layout, FirstSteps(steps, self.horizon, most=32))
-        assert self.made is not None
         if self.place.awaits_others():  # one of them may have made it
-            envs = self._first_env_shape or steps.env_shape
-            if envs != self.env_shape:
-                raise _other_envs(envs, self.env_shape)
-        return self.made
+            self._check_envs(given)
 
-    # ---- other processes ----
-    def look(self) -> Lanes:
-        """Opens the table that another process has made, if one has; returns the lanes that are in use then."""
-        if self.made is None and self.place.awaits_others():
-            with self._make_lock:
-                if self.made is None and (opened := self.place.find_made(self.size)) is not None:
-                    self.take(opened)
-        return self.current_lanes
-
-    @contextlib.contextmanager
-    def making(self) -> Iterator[None]:
-        if self.place.unmade() is None or self.initialized:
-            yield
-            return
-        with self.place.making():
-            self.look()  # while this process waited
-            yield
-
-    @contextlib.contextmanager
-    def _making_exclusively(self, operation: str) -> Iterator[None]:
-        with self.mutex, self.making(), self.lanes.exclusive(operation):
-            yield
-
-    def exclusive(self, operation: str) -> AbstractContextManager[Any]:
-        return self._making_exclusively(operation) if self.made is None else self.current_lanes.exclusive(operation)
-
-    def turn(self) -> AbstractContextManager[None]:
-        if self.made is None and self.place.unmade() is not None:
-            return self._making_in_turn()
-        lanes = self.current_lanes
-        return lanes.turn() if lanes.takes_turns else contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def _making_in_turn(self) -> Iterator[None]:
-        with self.making(), self.lanes.turn():
-            yield
-
-    def share(self, name: str) -> None:
-        self.place = self.place.shared(self.made is not None)
-        self.current_lanes.copied_by_fork = self.place.is_copied_by_fork()
-
-    def use(self, mutex: Any) -> None:
-        super().use(mutex)
-        self.current_lanes.mutex = mutex
+    def _check_envs(self, steps: Steps) -> None:
+        if steps.env_shape != self.env_shape:
+            raise ValueError(
+                f"the batch has environments of shape {list(steps.env_shape)}, this storage {list(self.env_shape)}"
+            )
 
     def after_fork(self, mutex: Any) -> None:
-        self._make_lock = threading.Lock()
         super().after_fork(mutex)
-        self.place.after_fork(self.made is not None)
         self.native.pause()  # until this process uses the lanes
 
     # ---- sequences of rows that are written out of turn ----
@@ -296,17 +200,17 @@ class LazyTable(Table):
                 raise TypeError(NO_REPLACING)
             return
         self._expects_sequences = True
-        if isinstance(self.made, ColumnTable):  # one column more, nothing is copied
-            self.made.carry_sequences()
-            self.layout = self.made.layout
+        if isinstance(self.rows, ColumnTable):  # one column more, nothing is copied
+            self.rows.carry_sequences()
+            self.layout = self.rows.layout
 
     def carry_sequences(self, replacing: Replacing) -> None:
-        made, lanes = self.made, self.current_lanes
-        if made is None or made.layout.carries_sequence:
+        rows, lanes = self.rows, self.current_lanes
+        if rows.layout is None or rows.layout.carries_sequence:
             return
-        if isinstance(made, ColumnTable):
-            made.carry_sequences()
-            self.layout = made.layout
+        if isinstance(rows, ColumnTable):
+            rows.carry_sequences()
+            self.layout = rows.layout
             return
         if not self.can_widen:
             raise StorageError(
@@ -315,70 +219,61 @@ class LazyTable(Table):
                 "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with replacing("giving rows their sequences"):
-            assert isinstance(made, RowTable)
-            layout = made.layout.with_sequence()
+            assert isinstance(rows, RowTable)
+            layout = rows.layout.with_sequence()
             refuse_if_memory_is_short(
                 StoreSpec(layout, lanes.store.lanes, lanes.store.lane_capacity, lanes.envs, False)
             )
-            made = made.with_sequences()
-            self._set(made.lanes, made)
+            self.exchange(rows.with_sequences())
 
     @property
     def can_widen(self) -> bool:
         """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
-        made = self.made
-        return isinstance(made, ColumnTable) or (isinstance(made, RowTable) and made.can_widen)
+        rows = self.rows
+        return isinstance(rows, ColumnTable) or (isinstance(rows, RowTable) and rows.can_widen)
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
-        if steps.lead > 1:
-            steps = self._with_one_env_dim(steps)
-        made = self.made
-        if made is None:
-            made = self._made_for(steps)
+        merged = steps if steps.lead < 2 else steps.with_one_env_dim()
+        if self.layout is None:
+            self._make_for_first(merged, steps)
+        elif steps.lead > 1:
+            self._check_envs(steps)
         extra: tuple[str, Any] | None = None
-        if steps.index_key is not None and (steps.index_key,) in made.layout.paths:
-            extra = steps.index_key, self._own_index.of(steps)
-        checked = Checked(*made.fit(steps, extra))
+        assert self.layout is not None
+        if steps.index_key is not None and (steps.index_key,) in self.layout.paths:
+            extra = steps.index_key, self._own_index.of(merged)
+        checked = Checked(*self.rows.fit(merged, extra))
         if checked.steps == 0:
             raise ValueError(_NO_STEPS)
         return checked
 
-    def _with_one_env_dim(self, steps: Steps) -> Steps:
-        """As of the steps; the first batch decides the shape of the environments."""
-        merged, envs = steps.with_one_env_dim(), steps.env_shape
-        if self.made is None:
-            self._first_env_shape = envs
-        elif envs != self.env_shape:
-            raise _other_envs(envs, self.env_shape)
-        return merged
-
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        slots, envs = self._written().append(checked.data, most), self.current_lanes.envs
+        slots, envs = self.rows.append(checked.data, most), self.current_lanes.envs
         return slots if envs == 1 else expand_slots(slots, envs)
 
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        made, first = self._written(), self.current_lanes.reserve_sequences(checked.steps)
-        return made.prepare_overwrite(slots, checked.data, rows, first)
+        first = self.current_lanes.reserve_sequences(checked.steps)
+        return self.rows.prepare_overwrite(slots, checked.data, rows, first)
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """As `overwrite` of a storage, whatever environments it has; one step is repeated."""
-        made, n = self._written(), len(slots)
+        rows, n = self.rows, len(slots)
         if self.is_single(items):
             items = pytree.expand(items, n)
         if self.kept:
-            items = _with_kept(made.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
-        if index_key is not None and (index_key,) in made.layout.paths:
+            items = _with_kept(rows.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
+        if index_key is not None and self.layout is not None and (index_key,) in self.layout.paths:
             _check_count(n, Steps(items).times)
             items = pytree.with_entry(items, index_key, self._own_index.of_slots(slots))
-        count, rows = made.fit_rows(items)
+        count, data = rows.fit_rows(items)
         _check_count(n, count)
-        made.overwrite(slots, rows)
+        rows.overwrite(slots, data)
 
     def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
-        if self.made is None:
+        if self.layout is None:
             return unwritten
-        leaf = self.made.layout.leaves[0]
+        leaf = self.layout.leaves[0]
         value = pytree.get_entry(items, leaf.path)
         if value is None:
             return False  # an error when the rows are checked
@@ -386,54 +281,44 @@ class LazyTable(Table):
 
     # ---- reading ----
     def read(self, slots: Tensor, *how: Any) -> Rows:
-        """As `MadeTable.read`, which stands in its place when the table is made."""
+        """As that of the rows, which stands in its place where there are any."""
         self.look()
-        return self._written().read(slots, *how)
-
-    def _written(self) -> MadeTable:
-        if self.made is None:
-            raise IndexError("nothing has been written to this storage yet; extend it first")
-        return self.made
+        return self.rows.read(slots, *how)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        if self.made is None:
-            return None
-        return next((leaf for leaf in self.made.layout.leaves if leaf.path == path), None)
+        leaves = () if self.layout is None else self.layout.leaves
+        return next((leaf for leaf in leaves if leaf.path == path), None)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        return self._written().column(path, slots)
+        return self.rows.column(path, slots)
 
     def view(self) -> Any:
         store = self.lanes.store
-        if self.made is None:
-            return None
-        return _view(self.made, self.env_shape, 0, store.lanes * store.lane_capacity)
+        return _view(self.rows, self.env_shape, 0, store.lanes * store.lane_capacity)
 
     def slice(self, index: slice) -> Any:
-        if self.made is None:
-            return None
         store = self.current_lanes.store
         lane = store.lane(0)
         rows = lane["published"] - lane["first"]
         # Without gaps and from slot 0 on: not where a recovery left the middle of a ring, not in several lanes.
         contiguous = store.lanes == 1 and (rows == store.lane_capacity or lane["first"] % store.lane_capacity == 0)
         start, stop, step = index.indices(max(0, rows))
-        return _view(self.made, self.env_shape, start, max(start, stop)) if contiguous and step == 1 else None
+        return _view(self.rows, self.env_shape, start, max(start, stop)) if contiguous and step == 1 else None
 
     # ---- copies and loads ----
     def row_form(self) -> Any:
         """What an empty copy must know about the rows before their state is loaded; None: there are none."""
-        if self.made is None:
+        layout, observations = self.layout, self.rows.observations  # with its classes, which a state does not name
+        if layout is None:
             return None
-        layout = self.made.layout  # with its classes, which a state does not name
-        form = layout.root, layout.leaves, layout.carries_sequence, self.env_shape, self._first_env_shape
-        return form if self.made.observations is None else (*form, self.made.observations)
+        form = layout.root, layout.leaves, layout.carries_sequence, self.env_shape, None
+        return form if observations is None else (*form, observations)
 
     def take_row_form(self, form: Any) -> None:
         """Makes room for rows of what `row_form` returned."""
-        if form is not None and self.made is None:
-            root, leaves, carries_sequence, env_shape, self._first_env_shape, *observations = form
-            self.make(RowLayout(root, leaves, carries_sequence), env_shape, 0, *observations)
+        if form is not None and self.layout is None:
+            root, leaves, carries_sequence, env_shape, _, *observations = form
+            self.make_for(RowLayout(root, leaves, carries_sequence), env_shape, 0, *observations)
 
     def make_room(self, layout: RowLayout, replacing: Replacing) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
@@ -441,56 +326,10 @@ class LazyTable(Table):
             self.carry_sequences(replacing)
 
     def sent_state(self, name: str) -> dict[str, Any]:
-        self.look()
-        lanes = None if self.made is None else self.current_lanes
-        opening = self.place.opening_arguments(self.size, lanes)
-        if opening is not None:
-            return {"init": opening}
-        try:
-            sent = self.place.sent_arguments(self.size, lanes)
-            if self.compact is not None:
-                sent = {**sent, "compact": _as_found(self.compact, self.made)}
-            state: dict[str, Any] = {"init": sent}
-        except StorageError as error:
-            raise StorageError(f"Cannot share a storage of type {name}{error}") from None
-        unmade = self.place.unmade()
-        if self.made is None and unmade is not None:
-            return {**state, "unmade": unmade}
-        return {**state, "env_shape": self.env_shape, "descriptor": share_fd(locks_of(lanes).fd)}
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        if "unmade" in state and "init" in state:
-            self.place = FirstWriters(self.place, state["unmade"])
-            self.current_lanes.copied_by_fork = False
-        elif "descriptor" in state:
-            store, locks, stored = open_passed_store(state["descriptor"])
-            lanes = open_lanes(store, locks, self.size.given_lanes)
-            self.take(OpenedTable(lanes, self.place.table(lanes, stored), state["env_shape"], self.ndim))
-
-    # ---- life ----
-    def flush(self) -> None:
-        self.place.flush()
-
-    def remove(self) -> bool:
-        """Frees a table that no other process has seen; False: it stays."""
-        if not self.place.remove():
-            return False
-        self.current_lanes.close()
-        self._set(self._unwritten(), None)
-        self.env_shape, self._first_env_shape = (), None
-        return True
-
-    def close(self) -> None:
-        with self.mutex:
-            lanes, ends = self.current_lanes, True
-            try:
-                ends = self.place.close()
-            finally:
-                if ends:
-                    lanes.close()
-                    self._set(self._unwritten(), None)
-            if not ends:
-                lanes.release()
+        state = super().sent_state(name)
+        if self.compact is not None and not self.has_path:
+            state["init"] = {**state["init"], **self._as_found()}
+        return state
 
 
 class OwnIndex:
@@ -537,14 +376,12 @@ class ObservedTable(LazyTable):
         self._observed = place.lanes
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        return read() if self.made is None else self._observed.validated(read, errors_only)
+        return self._observed.validated(read, errors_only)
 
     def _bind(self) -> None:
         """Native calls validate what they read themselves; all else is validated here."""
-        self.__dict__.pop("read", None)
-        made = self.made
-        if isinstance(made, RowTable):
-            self.native.bind_source(made)
+        if isinstance(self.rows, RowTable):
+            self.native.bind_source(self.rows)
         else:
             self.native.unbind()
 
@@ -565,11 +402,6 @@ class ObservedTable(LazyTable):
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
         raise StorageError(READ_ONLY)
-
-
-def _as_found(compact: Compact, made: MadeTable | None) -> Compact:
-    """The setting that says what was found in the first rows of a table, where it is made."""
-    return compact if made is None or made.observations is None else Compact.of(made.observations)
 
 
 def _bind_again(table: weakref.ref[LazyTable]) -> None:
@@ -628,12 +460,12 @@ def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
     return pytree.unflatten(root, leaves, lead, stored.device if pytree.has_batch_size(stored) else None)
 
 
-def _view(made: MadeTable, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
+def _view(rows: MadeTable | Unwritten, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
     """Live views of time slots, with all dimensions of environments."""
-    view = made.view(start, stop)
+    view = rows.view(start, stop)
     if view is None:
         return None
-    if (len(env_shape) > 1 or env_shape == (1,)) and isinstance(made, RowTable):
+    if (len(env_shape) > 1 or env_shape == (1,)) and isinstance(rows, RowTable):
         lead, merged = (stop - start, *env_shape), 1 if env_shape == (1,) else 2
         view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
     return view
@@ -649,10 +481,6 @@ def _advise_to_share(table: LazyTable, layout: RowLayout, steps: FirstSteps) -> 
     plain, once = (place.bytes_of(new._replace(observations=keys)) for keys in (None, found))
     if plain - once > SAVING_WORTH_IT:
         warn_user(advice_to_share(found, lanes.capacity, plain, once))
-
-
-def _other_envs(found: tuple[int, ...], own: tuple[int, ...]) -> ValueError:
-    return ValueError(f"the batch has environments of shape {list(found)}, this storage {list(own)}")
 
 
 def _check_count(indexed: int, given: int) -> None:

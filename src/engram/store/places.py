@@ -38,7 +38,6 @@ from engram.store.files import (
 from engram.store.header import FILE_NAME, StoreFile
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
-from engram.store.life import UnmadeStore
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.row_table import RowTable
@@ -346,7 +345,7 @@ class Place(abc.ABC):
             "first write"
         )
 
-    def unmade(self) -> UnmadeStore | None:
+    def unmade(self) -> Any:
         """What processes share until one of them makes the table; None: nothing, or a folder."""
         return None
 
@@ -523,75 +522,6 @@ class TemporaryFile(_File):
 
     def close(self) -> bool:
         return True
-
-
-class FirstWriters(Place):
-    """A place that processes share before there is a table: the first of them to write makes one, the others open it.
-
-    Args:
-        place: `SharedMemory` or `TemporaryFile`.
-        unmade: what the processes share.
-    """
-
-    def __init__(self, place: Place, unmade: UnmadeStore) -> None:
-        self._place = place
-        self._unmade: UnmadeStore | None = unmade
-
-    def make(self, new: NewTable) -> OpenedTable:
-        if self._unmade is None:
-            return self._place.make(new)
-        spec = new.spec(with_dimensions=True)
-        log.info("storage that processes share from its first row on: %s", spec)
-        return self._opened(*self._unmade.open_or_make(spec), new.layout, new.given_lanes)
-
-    def table(self, lanes: Lanes, stored: StoredLayout) -> MadeTable:
-        return self._place.table(lanes, stored)
-
-    def _opened(
-        self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, given_lanes: int | LaneCount | None
-    ) -> OpenedTable:
-        """The table of a store that one of the processes has made, perhaps for rows of this layout."""
-        saved, env_shape, ndim = saved_layout(store)
-        if layout is not None and not layout.differences(saved.logical):
-            saved.logical.take_form(layout)  # which may have a tensorclass, unnamed in the store
-        lanes = open_lanes(store, locks, given_lanes)
-        return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
-
-    def bytes_of(self, new: NewTable) -> int:
-        return new.spec(with_dimensions=True).total_bytes
-
-    def awaits_others(self) -> bool:
-        return self._unmade is not None
-
-    def find_made(self, size: TableSize) -> OpenedTable | None:
-        if self._unmade is None or not self._unmade.is_made():
-            return None
-        return self._opened(*self._unmade.open(), None, size.given_lanes)
-
-    def making(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._unmade is None else self._unmade.held()
-
-    def is_copied_by_fork(self) -> bool:
-        return self._unmade is None
-
-    def shared(self, made: bool) -> Place:
-        return self
-
-    def unmade(self) -> UnmadeStore | None:
-        return self._unmade
-
-    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
-        arguments = self._place.arguments(size, made)
-        return None if arguments is None else {**arguments, "shared_init": self._unmade is not None}
-
-    def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
-        return self._place.sent_arguments(size, made)
-
-    def close(self) -> bool:
-        ends = self._place.close()
-        if ends:
-            self._unmade = None
-        return ends
 
 
 class NamedFile(_File):

@@ -20,7 +20,7 @@ from engram.store.indexing import Selection, last_of_each, stored_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.row_table import NativeRows
-from engram.store.rows import Checked, MadeTable, Rows, expand_slots
+from engram.store.rows import Checked, Rows, expand_slots
 from engram.store.steps import Steps
 
 NOT_SENT = (
@@ -57,8 +57,8 @@ class Table(abc.ABC):
 
     #: Keys, shapes and dtypes of a row; None: it is not known, or they differ.
     layout: RowLayout | None = None
-    #: The rows, where all have one layout and there are any; None: they are kept otherwise.
-    made: MadeTable | None = None
+    #: What keeps the rows, where all have one layout; None: something else.
+    rows: Any = None
     #: Batch dimensions between time and the entries.
     env_shape: tuple[int, ...] = ()
     #: Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps.

@@ -274,7 +274,7 @@ def test_newest_rows_are_whole_though_rows_come_between_look_and_copy(written: i
     storage = LazyTensorStorage(16, compact=True)  # pieces of two rows
     rb = ReplayBuffer(storage=storage)
     rb.extend(steps[:16])
-    table: Any = storage.access.table.made
+    table: Any = storage.access.table.rows
     codec, slots = StoredLayout(table.layout, table.observations).codec, torch.tensor([5, 8, 13, 15])
 
     def meanwhile() -> None:
@@ -293,7 +293,7 @@ def test_a_row_stays_itself_where_others_of_its_batch_are_copied_again() -> None
     steps, storage = stacks(40), LazyTensorStorage(16, compact=True)
     rb = ReplayBuffer(storage=storage)
     rb.extend(steps[:16])
-    table: Any = storage.access.table.made
+    table: Any = storage.access.table.rows
     codec, slots = StoredLayout(table.layout, table.observations).codec, torch.tensor([0, 15])
     (pixels, after), missing, absent = testing.gather_interrupted(
         storage.lanes.store, codec, slots, lambda: rb.extend(steps[16:17]), lambda: rb.extend(steps[17:33])

@@ -229,6 +229,19 @@ def test_properties_of_storage_are_there_for_a_child_that_overrides_them():
     assert numbers(rb) == [0, 1, 50, 3, 4, 5] and rb.sample()["n"].shape == (8,)
 
 
+class WithLanesFromTheFirstWriteOn(Own):
+    _made = False
+
+    @property
+    def lanes(self):
+        return self._lanes if self._made else None
+
+
+def test_a_storage_without_lanes_before_its_first_write_is_refused_with_what_makes_some():
+    with pytest.raises(TypeError, match=r"WithLanesFromTheFirstWriteOn\.lanes is None: .*Lanes\.in_memory"):
+        buffer(WithLanesFromTheFirstWriteOn(10))
+
+
 def test_methods_that_a_child_must_define_are_errors_in_storage():
     storage, slots = Own(10), torch.tensor([0])
     checked = storage.check(steps(0, 1), False)

@@ -94,8 +94,8 @@ def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> Step
 
 def observation_shares_of(storage: Storage) -> ObservationShares | None:
     """What the rows of a storage are made of that keeps observations once; None: it keeps whole rows."""
-    made = storage.access.table.made
-    return storage.access.validated(made.observation_shares) if isinstance(made, RowTable) else None
+    rows = storage.access.table.rows
+    return storage.access.validated(rows.observation_shares) if isinstance(rows, RowTable) else None
 
 
 def writers_of(storage: Storage) -> tuple[WriterShare, ...]:

@@ -33,6 +33,7 @@ from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
 from engram.store.lazy_table import LazyTable
+from engram.store.life import Unwritten
 from engram.store.places import READ_ONLY
 from engram.store.row_table import RowTable
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
@@ -50,8 +51,7 @@ class StoredRows:
 
     def __init__(self, table: LazyTable) -> None:
         self._rows, self.ndim = table, table.ndim
-        if table.made is not None:
-            self.observations = table.made.observations
+        self.observations = table.rows.observations
 
     def layout_state(self) -> dict[str, Any] | None:
         """The layout and the dimensions as JSON; None before the first write."""
@@ -67,12 +67,11 @@ class StoredRows:
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, row bytes]."""
-        assert self._rows.made is not None
-        return self._rows.made.block(lane, start, stop)
+        return self._rows.rows.block(lane, start, stop)
 
     def row_layout(self) -> RowLayout | None:
         """The layout; None before the first write."""
-        return None if self._rows.made is None else self._rows.made.layout
+        return self._rows.layout
 
     def private_rows(self) -> PrivateRows | None:
         """None: what a hook writes into rows of this memory would change them."""
@@ -110,7 +109,7 @@ class _Sink(StoredRows):
 
     def _differences(self, layout: dict[str, Any], counters: dict[str, Any]) -> list[str]:
         differences, lanes, table = [], counters["lanes"], self._rows
-        own = None if table.made is None else table.made.layout
+        own = table.layout
         saved, env_shape = layout_of(layout, own), env_shape_of(layout)
         if layout["ndim"] != self.ndim:
             differences.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
@@ -172,13 +171,13 @@ class RowLoad(_Sink):
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
         self.check_restore(layout, counters)
-        self._made_table = self._rows.made is None and layout is not None
+        self._made_table = self._rows.layout is None and layout is not None
         if layout is not None:
             self._make_room(layout, counters)
-        self._lanes, self._table = self._rows.current_lanes, self._rows.made
+        self._lanes, self._table = self._rows.current_lanes, self._rows.rows
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None  # where a saved row has each byte of ours, as its keys may have been in another order
-        if layout is not None and self._table is not None:
+        if layout is not None and self._table.layout is not None:
             self._byte_order = self._table.layout.order_in(layout_of(layout, self._table.layout))
         self._counters = counters
         self._lanes.hold()
@@ -189,18 +188,18 @@ class RowLoad(_Sink):
             bases.append(lane["base"] - shift)
             seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
             self._lanes.store.set_seams(i, bases[-1], lane["published"] - shift, seams)
-        if self._table is not None:
+        if self._table.layout is not None:
             self._write = self._table.block_writer(bases)
 
     def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
         """Makes the table where there is none, and room for what these rows carry."""
         table = self._rows
-        if table.made is not None:
-            table.make_room(layout_of(layout, table.made.layout), self._replacing)
+        if table.layout is not None:
+            table.make_room(layout_of(layout, table.layout), self._replacing)
             return
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
         made = copy.copy(layout_of(layout, None))
-        table.make(made, env_shape_of(layout), len(counters["lanes"]), self._observations_in(layout, made))
+        table.make_for(made, env_shape_of(layout), len(counters["lanes"]), self._observations_in(layout, made))
         if table.place.awaits_others():
             self.check_restore(layout, counters)  # another process may have made it
 
@@ -405,19 +404,19 @@ class SavedRows(SavedStorage):
 
     def source(self, background: bool) -> Any:
         table = self._rows
-        lanes, made = table.lanes, table.made
-        if not background and (lanes.locks is None or not isinstance(made, RowTable)):
+        lanes, rows = table.lanes, table.rows
+        if not background and (lanes.locks is None or not isinstance(rows, RowTable)):
             return StoredRows(table)  # no other process sees these rows
-        if made is None:
+        if isinstance(rows, Unwritten):
             return EmptySource()
-        if isinstance(made, ColumnTable):
+        if isinstance(rows, ColumnTable):
             return ColumnSnapshot(lanes, self._now)
         if background and lanes.store.saving:
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
         assert layout is not None
         return RowSnapshot(
-            lanes, layout, self._now.counters(), made.layout, copy_on_write=background, stored=made.stored
+            lanes, layout, self._now.counters(), rows.layout, copy_on_write=background, stored=rows.stored
         )
 
     def sink(self) -> RowLoad:
@@ -517,8 +516,7 @@ class SavedObservedRows(SavedRows):
         if background:
             raise StorageError(f"{READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
         table = self._rows
-        made, lanes, layout = table.made, table.lanes, self._now.layout_state()
-        stored = None if made is None else made.stored
+        lanes, stored, layout = table.lanes, table.rows.stored, self._now.layout_state()
         if stored is None or layout is None:
             raise StorageError("this store has been closed")
         return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))

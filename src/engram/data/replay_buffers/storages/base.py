@@ -28,7 +28,6 @@ from engram.data.replay_buffers.storages.overrides import (
     GetSetTable,
     InnerMethods,
     OuterMethods,
-    OwnTable,
     UndefinedMethods,
     UsersTable,
     own_attributes,
@@ -100,7 +99,7 @@ class Storage(MadeFromParts):
     # What a child of the user's, of this class or one of its kind, has of its own.
     _overrides: ClassVar[frozenset[str]] = frozenset()
     # The table of a child of this class itself.
-    _own_table: ClassVar[type[OwnTable] | type[GetSetTable]] = OwnTable
+    _own_table: ClassVar[type[UsersTable]] = UsersTable
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,7 +112,7 @@ class Storage(MadeFromParts):
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
-        if missing and self._own_table is OwnTable:
+        if missing and self._own_table is not GetSetTable:
             raise TypeError(
                 f"Can't instantiate abstract class {type(self).__name__}: it has no {', '.join(sorted(missing))}"
             )
@@ -135,9 +134,10 @@ class Storage(MadeFromParts):
             inner = InnerMethods(table, self, own)
         # What our methods do.
         self._outer_methods: Table | OuterMethods | UndefinedMethods = table
-        if isinstance(table, OwnTable):
-            self._outer_methods = UndefinedMethods(table, type(self).__name__)
-        elif not isinstance(table, GetSetTable):
+        if isinstance(table, UsersTable):
+            if not isinstance(table, GetSetTable):
+                self._outer_methods = UndefinedMethods(table, type(self).__name__)
+        else:
             self.ndim = table.ndim
             if own & {"set", "get", "read", "_empty"}:
                 self._outer_methods = outer = OuterMethods(table, self, own)
@@ -645,7 +645,7 @@ def as_storage(storage: Any) -> Storage:
     """A storage, or what a function without arguments makes of one.
 
     Raises:
-        TypeError: it is no `Storage`, or one whose methods lack arguments that buffers pass.
+        TypeError: it is no `Storage`, or one whose methods lack arguments that buffers pass, or that has no `lanes`.
     """
     if not isinstance(storage, Storage):
         storage = storage() if callable(storage) else storage
@@ -656,6 +656,11 @@ def as_storage(storage: Any) -> Storage:
             "objects"
         )
     _check_signatures(type(storage))
+    if type(storage.access.table) is UsersTable and not isinstance(lanes := storage.lanes, Lanes):
+        raise TypeError(
+            f"{type(storage).__name__}.lanes is {lanes!r:.80}: a storage has lanes before its first write, too, which "
+            "count no rows; Lanes.in_memory(max_size) makes some"
+        )
     return storage
 
 

@@ -20,9 +20,8 @@ from engram.pytree import Key
 from engram.store.compact import Compact, as_compact
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
-from engram.store.life import UnmadeStore
+from engram.store.life import FirstWriters, UnmadeStore
 from engram.store.places import (
-    FirstWriters,
     LaneCount,
     NamedFile,
     ObservedFile,

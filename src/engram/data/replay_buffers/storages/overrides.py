@@ -114,7 +114,7 @@ class _OfStorage:
 
 
 class UsersTable(_OfStorage, Table):
-    """The table of a child of `Storage` itself."""
+    """The table of a child of `Storage` itself, which defines our five methods."""
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(max_size)
@@ -144,10 +144,7 @@ class UsersTable(_OfStorage, Table):
         self._max_size = state.get("_max_size", self._max_size)
         vars(self._storage).update({name: value for name, value in state.items() if name != "_max_size"})
 
-
-class OwnTable(UsersTable):
-    """The table of a storage that defines our five methods."""
-
+    # ---- its five ----
     @property
     def lanes(self) -> Lanes:  # type: ignore[override]
         return self._storage.lanes
@@ -181,7 +178,7 @@ class UndefinedMethods:
 
     env_shape = ()
 
-    def __init__(self, table: OwnTable, name: str) -> None:
+    def __init__(self, table: UsersTable, name: str) -> None:
         self._name = name
         self.leaf, self.column, self.clear = table.leaf, table.column, table.clear
         self.lanes = Lanes.in_memory(table.max_size)
@@ -206,7 +203,9 @@ class UndefinedMethods:
 
 
 class GetSetTable(UsersTable):
-    """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form."""
+    """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form, of which the five are made."""
+
+    env_shape = ()
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(storage, max_size, own)
@@ -224,6 +223,9 @@ class GetSetTable(UsersTable):
         super().use(mutex)
         if "lanes" in vars(self):
             self.lanes.mutex = mutex
+
+    def after_fork(self, mutex: Any) -> None:
+        self.use(mutex)
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:

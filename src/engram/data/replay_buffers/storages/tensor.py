@@ -24,9 +24,8 @@ from engram.store.compact import Compact, KnownSteps, as_compact
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout
 from engram.store.lazy_table import LazyTable
-from engram.store.life import UnmadeStore
+from engram.store.life import FirstWriters, UnmadeStore
 from engram.store.places import (
-    FirstWriters,
     GivenRoom,
     GivenTensors,
     LaneCount,
@@ -105,9 +104,9 @@ class TableStorage(Storage):
 
 def _packed(table: LazyTable) -> RowTable:
     """The rows as bytes. StorageError: there are none, or they are not kept so."""
-    if not isinstance(table.made, RowTable):
+    if not isinstance(table.rows, RowTable):
         raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
-    return table.made
+    return table.rows
 
 
 @advised
@@ -294,8 +293,7 @@ class LazyTensorStorage(TensorStorage):
         table = self._rows_table
         if not self.initialized:
             return table.compact
-        assert table.made is not None
-        return None if table.made.observations is None else Compact.of(table.made.observations)
+        return None if table.rows.observations is None else Compact.of(table.rows.observations)
 
     @property
     def shared(self) -> bool:
