@@ -301,7 +301,8 @@ class ItemTable(Table):
             by_slot.packed.leave_borders()
             self._bind()
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        items = steps.items
         new = unstack(items if self._device is None else _moved(items, self._device), 0)
         if len(new) != len(slots):
             raise ValueError(f"{len(slots)} items are indexed, {len(new)} given; nothing was written")
@@ -312,8 +313,9 @@ class ItemTable(Table):
         if self.kept:
             kept = [self.kept.get(slot, frozenset()) for slot in places]
             new = list(map(_with_kept, map(by_slot.__getitem__, places), new, kept))
-        extra = None if index_key is None else (index_key, slots)
-        rows = self._as_rows(Steps(new, index_key=index_key, own_index=None if index_key is None else slots))
+        key = steps.index_key
+        extra = None if key is None else (key, slots)
+        rows = self._as_rows(Steps(new, index_key=key, own_index=None if key is None else slots))
         if rows is not None:
             rows.of.table.overwrite(slots, rows.plan)
             by_slot.put_each([ROW] * len(places), places)

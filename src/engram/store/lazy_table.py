@@ -256,16 +256,16 @@ class LazyTable(PlacedTable):
         first = self.current_lanes.reserve_sequences(checked.steps)
         return self.rows.prepare_overwrite(slots, checked.data, rows, first)
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
         """As `overwrite` of a storage, whatever environments it has; one step is repeated."""
-        rows, n = self.rows, len(slots)
+        rows, n, items, key = self.rows, len(slots), steps.items, steps.index_key
         if self.is_single(items):
             items = pytree.expand(items, n)
         if self.kept:
             items = _with_kept(rows.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
-        if index_key is not None and self.layout is not None and (index_key,) in self.layout.paths:
+        if key is not None and self.layout is not None and (key,) in self.layout.paths:
             _check_count(n, Steps(items).times)
-            items = pytree.with_entry(items, index_key, self._own_index.of_slots(slots))
+            items = pytree.with_entry(items, key, self._own_index.of_slots(slots))
         count, data = rows.fit_rows(items)
         _check_count(n, count)
         rows.overwrite(slots, data)
@@ -400,7 +400,7 @@ class ObservedTable(LazyTable):
     def fit(self, *args: Any) -> NoReturn:
         raise StorageError(READ_ONLY)
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
+    def overwrite(self, slots: Tensor, steps: Steps) -> NoReturn:
         raise StorageError(READ_ONLY)
 
 

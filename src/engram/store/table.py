@@ -200,8 +200,8 @@ class Table(abc.ABC):
         raise NotImplementedError("a table without `prepare_replace`, which writers need that keep the best")
 
     @abc.abstractmethod
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        """As `overwrite` of a storage."""
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        """As `overwrite` of a storage; the index that steps store, if any, is that of their slots."""
 
     def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
         """Whether the data are one step, to be written at every index; with `env_dims` one of all environments.
@@ -240,13 +240,13 @@ class Table(abc.ABC):
         return pytree.stack(items, time_dim) if type(items) is list else items
 
     def overwrite_selection(
-        self, selection: Selection, items: Any, index_key: str | None, overwrite: Callable[..., None]
+        self, selection: Selection, steps: Steps, overwrite: Callable[[Tensor, Steps], None]
     ) -> None:
         """Writes data over the stored rows of an index by `overwrite`; of a row that is named twice the last counts."""
-        slots, rows = selection.slots, self.for_selection(items, selection)
+        slots, rows = selection.slots, self.for_selection(steps.items, selection)
         if (last := last_of_each(slots)) is not None:
             slots, rows = slots[last], pytree.select_rows(rows, last)
-        overwrite(slots, rows, index_key)
+        overwrite(slots, steps._replace(items=rows, own_index=slots))
 
     # ---- reading ----
     @abc.abstractmethod

@@ -86,6 +86,7 @@ from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
 from engram.store.places import READ_ONLY
+from engram.store.steps import Steps
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform
 from engram.transforms.compose import Compose
@@ -719,7 +720,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         elif type(items) is list:
             items = self._parts.batch_writer.as_batch(items, 0)
         with self._parts.undisturbed():
-            self._storage.access.assign(index, items, self._writer.index_key)
+            self._storage.access.assign(index, Steps(items, index_key=self._writer.index_key))
 
     def set_(self, key: Any, value: Any) -> Self:
         """Sets one entry of every stored step, in place; returns itself.

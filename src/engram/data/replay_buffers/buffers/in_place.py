@@ -13,6 +13,7 @@ from torch import Tensor
 from engram.data.replay_buffers.buffers.conditional import kept_entries
 from engram.pytree import KeyPath, key_path, move_dim, set_existing, to_tensor
 from engram.store.indexing import select, stored_slots, to_slots
+from engram.store.steps import Steps
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -66,7 +67,7 @@ def change_entries(
         changed = [set(map(key_path, values))] * len(slots)
         kept = kept_entries(slots, rows if shape else [rows], len(shape), changed)
     with access.keeping(kept):
-        access.assign(index, rows, index_key)
+        access.assign(index, Steps(rows, index_key=index_key))
 
 
 def in_index_order(storage: Storage, time_dim: int, index: Any, priority: Any) -> Any:

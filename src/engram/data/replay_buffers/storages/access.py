@@ -23,6 +23,7 @@ from engram.pytree import KeyPath
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
 from engram.store.places import LaneCount
 from engram.store.rows import Checked, Rows
+from engram.store.steps import Steps
 from engram.store.table import ItemReader, Table
 
 _T = TypeVar("_T")
@@ -150,24 +151,25 @@ class Access:
         return self._outer.item_reader
 
     # ---- writing at an index ----
-    def set(self, cursor: Any, data: Any, index_key: str | None) -> None:
+    def set(self, cursor: Any, steps: Steps) -> None:
         """As `set` of a storage."""
         with self.table.mutex, self.table.making():  # in the order of `extend`
-            index_key = self.index_key if index_key is None else index_key
+            if steps.index_key is None:
+                steps = steps._replace(index_key=self.index_key)
             if self._only_replaces:
-                self._setter().replace(cursor, data, index_key)
+                self._setter().replace(cursor, steps)
                 return
-            slots = self._setter().set(cursor, data, index_key, new_rows=self._appended is not None)
+            slots = self._setter().set(cursor, steps, new_rows=self._appended is not None)
             if self._appended is not None and slots is not None:
                 self._appended.append(slots)
 
-    def assign(self, index: Any, items: Any, index_key: str | None) -> None:
+    def assign(self, index: Any, steps: Steps) -> None:
         """Replaces stored rows for `rb[index] = items`."""
         with self.table.mutex:
             if isinstance(self._outer, OuterMethods) and self._outer.writes_by_set:
-                self._outer.replace(index, items, index_key)
+                self._outer.replace(index, steps)
             else:
-                self._setter().replace(index, items, index_key)
+                self._setter().replace(index, steps)
 
     @contextlib.contextmanager
     def keeping(self, kept: Mapping[int, frozenset[KeyPath]]) -> Iterator[None]:

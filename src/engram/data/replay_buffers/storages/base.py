@@ -323,7 +323,7 @@ class Storage(MadeFromParts):
             IndexError: a slot holds no row.
             ValueError, TypeError: the items do not fit; nothing was written.
         """
-        self._outer_methods.overwrite(slots, items, index_key)
+        self._outer_methods.overwrite(slots, Steps(items, index_key=index_key))
 
     # ---- reading ----
     def read(
@@ -380,7 +380,7 @@ class Storage(MadeFromParts):
             >>> len(storage), storage[:]
             (4, tensor([ 0.,  1., 20., 30.]))
         """
-        self.access.set(cursor, data, index_key)
+        self.access.set(cursor, Steps(data, index_key=index_key))
 
     def __getitem__(self, index: Any) -> Any:
         """Rows at an index; a slice of rows that lie next to each other is a live view, for reading only."""

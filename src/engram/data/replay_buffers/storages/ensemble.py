@@ -15,6 +15,7 @@ from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
 from engram.store.lanes import Lanes
+from engram.store.steps import Steps
 from engram.store.table import Table
 
 
@@ -222,7 +223,7 @@ class _MembersTable(Table):
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
         raise _one_member("written to")
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> NoReturn:
+    def overwrite(self, slots: Tensor, steps: Steps) -> NoReturn:
         raise _one_member("written to")
 
 

@@ -159,8 +159,8 @@ class UsersTable(_OfStorage, Table):
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         return self._storage.append(checked) if most is None else self._storage.append(checked, most)
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
-        self._storage.overwrite(slots, items, index_key)
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        self._storage.overwrite(slots, steps.items, steps.index_key)
 
     def read(self, slots: Tensor, *how: Any) -> Rows:
         return self._storage.read(slots, *how)
@@ -256,13 +256,13 @@ class GetSetTable(UsersTable):
         self.lanes.advance(n)
         return slots
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
         lanes = self.lanes
         absent = slots[lanes.store.generations(slots) < 0]
         if len(absent):
             stored = len(self._storage)
             raise IndexError(f"index {int(absent[0])} has not been written; {stored} steps are stored")
-        new = Steps(items, index_key=index_key, own_index=slots)
+        new = Steps(steps.items, index_key=steps.index_key, own_index=slots)
         n = count_steps(new)
         if n != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {n}; nothing was written")
@@ -270,12 +270,12 @@ class GetSetTable(UsersTable):
         lanes.store.note_edits(slots)
 
     def overwrite_selection(
-        self, selection: Selection, items: Any, index_key: str | None, overwrite: Callable[..., None]
+        self, selection: Selection, steps: Steps, overwrite: Callable[[Tensor, Steps], None]
     ) -> None:
         if selection.shape != ():
-            super().overwrite_selection(selection, items, index_key, overwrite)
+            super().overwrite_selection(selection, steps, overwrite)
             return
-        step = Steps.given(items, True, -1, index_key, selection.slots)
+        step = Steps.given(steps.items, True, -1, steps.index_key, selection.slots)
         self._storage.set(int(selection.slots[0]), self.fit(step).data[0])
         self.lanes.store.note_edits(selection.slots)
 
@@ -362,7 +362,7 @@ class CountedSets:
                     )
                 storage.append(checked)
             else:
-                storage.access.assign(cursor if single else slots, data, index_key)
+                storage.access.assign(cursor if single else slots, Steps(data, index_key=index_key))
 
     def __len__(self) -> int:
         return len(self._given)
@@ -436,32 +436,32 @@ class OuterMethods(_OfStorage):
             steps, data = next_steps(self._table, n), given.time_first()
             if n < checked.steps:
                 data = data[:n] if isinstance(data, list) else pytree.select_rows(data, torch.arange(n, device="cpu"))
-            self.set(int(steps[0]) if given.is_single else steps, data, given.index_key)
+            self.set(int(steps[0]) if given.is_single else steps, given._replace(items=data))
             slots = torch.cat([to_tensor(part).reshape(-1) for part in appended]) if appended else steps[:0]
             if len(slots) != n * math.prod(storage.env_shape):
                 raise RuntimeError(f"{self._name}.set was given {n} steps: it must hand all of them to super().set")
         return slots
 
-    def set(self, index: Any, data: Any, index_key: str | None) -> None:
+    def set(self, index: Any, steps: Steps) -> None:
         """Calls `set`, which in TorchRL's form does not hand an index key on."""
         storage = self._storage
         access = storage.access
-        before, access.index_key = access.index_key, index_key
+        before, access.index_key = access.index_key, steps.index_key
         try:
-            storage.set(index, data)
+            storage.set(index, steps.items)
         finally:
             access.index_key = before
 
-    def replace(self, index: Any, items: Any, index_key: str | None) -> None:
+    def replace(self, index: Any, steps: Steps) -> None:
         """Replaces stored rows by `set`."""
         with self._storage.access.setting_stored_rows():
-            self.set(index, items, index_key)
+            self.set(index, steps)
 
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
         if self.writes_by_set and "overwrite" not in self._own:
-            self.replace(self._storage.from_slots(slots), items, index_key)
+            self.replace(self._storage.from_slots(slots), steps)
         else:
-            self._table.overwrite(slots, items, index_key)
+            self._table.overwrite(slots, steps)
 
     def expect_sequences(self, by_set: bool) -> None:
         if self.writes_by_set and not by_set:
@@ -536,7 +536,7 @@ class InnerMethods(_OfStorage):
         if "append" in writes:
             self.append = lambda *args: child().append(*args)
         if "overwrite" in own:
-            self.overwrite = lambda *args: child().overwrite(*args)
+            self.overwrite = lambda slots, steps: child().overwrite(slots, steps.items, steps.index_key)
         if "read" in own and not _comes_first(type(storage), "get", {"read"}):
             self.read = lambda *args: child().read(*args)
         self.prepare_replace = table.prepare_replace

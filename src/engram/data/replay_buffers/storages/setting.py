@@ -23,7 +23,7 @@ class _Methods(Protocol):
     def fit(self, steps: Steps) -> Checked: ...
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int: ...
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]: ...
-    def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None: ...
+    def overwrite(self, slots: Tensor, steps: Steps) -> None: ...
 
 
 class SetPlan(NamedTuple):
@@ -48,16 +48,16 @@ class RowSetter:
     def __init__(self, table: Table, methods: _Methods, replacing: Replacing) -> None:
         self._table, self._methods, self._replacing = table, methods, replacing
 
-    def set(self, cursor: Any, data: Any, index_key: str | None, *, new_rows: bool) -> Tensor | int | None:
+    def set(self, cursor: Any, given: Steps, *, new_rows: bool) -> Tensor | int | None:
         """Writes rows; with `new_rows` those that take the place of others are new ones, too.
 
         Returns the slots of those that are appended; None: there are none.
         """
-        index = self._as_new_steps(cursor, data) if isinstance(cursor, slice) else cursor
-        plan = self._plan(index, data, new_rows)
+        index = self._as_new_steps(cursor, given.items) if isinstance(cursor, slice) else cursor
+        plan = self._plan(index, given.items, new_rows)
         if plan is not None:
-            return self._run(plan, index_key, new_rows)
-        self.replace(index, data, index_key)
+            return self._run(plan, given, new_rows)
+        self.replace(index, given)
         if new_rows and (steps := _listed_steps(index)) is not None:
             self._forget_removed(steps)
         return None
@@ -88,17 +88,17 @@ class RowSetter:
             )
         return SetPlan(steps, stored, rows, as_new)
 
-    def _run(self, plan: SetPlan, index_key: str | None, new_rows: bool) -> Tensor | int | None:
+    def _run(self, plan: SetPlan, given: Steps, new_rows: bool) -> Tensor | int | None:
         steps, stored, rows, as_new = plan
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
             new = pytree.select_rows(rows, ~stored) if replaces else rows
-            checked = self._methods.fit(Steps.given(new, False, 0, index_key, ndim=self._table.ndim))
+            checked = self._methods.fit(given._replace(items=new, lead=self._table.ndim))
             if checked.steps != len(steps) - int(stored.sum()):
                 raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
         if replaces:
             replaced = pytree.select_rows(rows, stored) if appends else rows
-            (self._replace_by_new if as_new else self.replace)(steps[stored], replaced, index_key)
+            (self._replace_by_new if as_new else self.replace)(steps[stored], given._replace(items=replaced))
             if new_rows and not as_new:
                 self._forget_removed(steps[stored])
         return self._methods.append(checked) if appends else None
@@ -111,18 +111,18 @@ class RowSetter:
             with lanes.exclusive("replacing rows"):
                 lanes.store.note_edits(slots, True)
 
-    def replace(self, index: Any, items: Any, index_key: str | None = None) -> None:
+    def replace(self, index: Any, steps: Steps) -> None:
         """Replaces stored rows in place: they are the same steps with other values."""
         table = self._table
         with table.lanes.exclusive("changing stored rows"):
             selection = select(table.lanes.store, index, table.env_shape)
-            table.overwrite_selection(selection, items, index_key, self._methods.overwrite)
+            table.overwrite_selection(selection, steps, self._methods.overwrite)
 
-    def _replace_by_new(self, slots: Tensor, items: Any, index_key: str | None) -> None:
+    def _replace_by_new(self, slots: Tensor, steps: Steps) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
         table = self._table
         table.carry_sequences(self._replacing)
-        checked = self._methods.fit(Steps.given(items, False, 0, index_key, slots, ndim=self._table.ndim))
+        checked = self._methods.fit(steps._replace(lead=self._table.ndim, own_index=slots))
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
