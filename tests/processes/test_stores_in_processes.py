@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import threading
+import warnings
 
 import pytest
 import torch
@@ -185,6 +186,54 @@ def test_private_memory_is_a_childs_own_copy():
     )
     assert child.result()[-1] == [50, 51, 52]
     assert numbers(rb[:]) == [0, 1, 2, 3, 4]
+
+
+def is_refused(error, use):
+    with pytest.raises(error):
+        use()
+
+
+# What a child does first with a buffer that nobody had written to when it was forked.
+FIRST_USES = {
+    "length": len,
+    "extend": lambda rb: rb.extend(steps(0, 2)),
+    "sample": lambda rb: is_refused(RuntimeError, rb.sample),
+    "read": lambda rb: is_refused(IndexError, lambda: rb[0]),
+    "empty": lambda rb: rb.empty(),
+}
+# Buffers, and whether a child that was forked before the first write has rows of its own.
+UNWRITTEN = {
+    "private memory": (lambda folder: LazyTensorStorage(100), True),
+    "memory that is shared from the first write on": (lambda folder: LazyTensorStorage(100, shared=True), True),
+    "memory that is shared before": (lambda folder: LazyTensorStorage(100, shared_init=True), False),
+    "a file that is shared before": (lambda folder: LazyMemmapStorage(100, shared_init=True), False),
+    "a folder": (lambda folder: LazyMemmapStorage(100, scratch_dir=folder), False),
+}
+
+
+def warnings_of_copies(rb, use):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        use(rb)
+        len(rb)
+    return sum("uses a copy of its replay buffer" in str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("kind", UNWRITTEN)
+def test_a_child_that_was_forked_before_the_first_write_is_warned_once_where_its_rows_are_its_own(kind, tmp_path):
+    make, has_own = UNWRITTEN[kind]
+    for name, use in FIRST_USES.items():
+        rb = ReplayBuffer(storage=make(tmp_path / name), batch_size=4)
+        warned = Child(lambda rb=rb, use=use: warnings_of_copies(rb, use)).result()
+        assert warned == has_own, name
+
+
+@pytest.mark.parametrize("make", [LazyTensorStorage, LazyMemmapStorage])
+def test_no_child_is_warned_of_rows_that_it_shares_also_where_share_is_called_after_the_first_write(make):
+    rb = ReplayBuffer(storage=make(100, shared=True) if make is LazyTensorStorage else make(100), batch_size=4)
+    rb.extend(steps(0, 3))
+    rb.share()
+    assert Child(lambda: warnings_of_copies(rb, lambda rb: rb.sample())).result() == 0
 
 
 @pytest.mark.quick

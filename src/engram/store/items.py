@@ -137,8 +137,8 @@ class ItemTable(Table):
         only_rows = by_slot.packed is not None and not by_slot.has_objects and not self._sequences
         self.native.bind_push(by_slot.push if takes_all and only_rows else None)
 
-    def use(self, mutex: Any) -> None:
-        super().use(mutex)
+    def take_mutex(self, mutex: Any) -> None:
+        super().take_mutex(mutex)
         self._lanes.mutex = mutex
 
     @property
@@ -169,7 +169,7 @@ class ItemTable(Table):
             raise ValueError(f"the storage has {len(self._lanes)} items and max_size=None: too late for a limit")
         self._max_size = max_size
         self._begin()
-        self.use(self.mutex)
+        self.take_mutex(self.mutex)
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:

@@ -1,38 +1,43 @@
 """The life of a table whose rows lie in a place: how they come to be there, who else may make them, and how it ends.
 
-A table is in one of these states; it has lanes in each of them:
+A table is in one of these states. It has lanes in each:
 
-    unwritten   There is no store: the lanes count no rows, and `rows` are `UNWRITTEN`.
-    awaited     As unwritten; another process that shares the place may make the store at any time.
-    written     There is a store. Where processes share it, others may have it open, too.
-    closed      As unwritten; nothing is awaited any more.
+    unwritten   There is no store: the lanes count no rows, and `rows` are `UNWRITTEN`. Tables in memory begin so, and
+                those in temporary files.
+    awaited     As unwritten; another process that shares the place may make the store at any time, and each look at
+                `lanes` finds out whether one has. Tables in folders begin so, and those with `shared_init=True`.
+    written     There is a store, which other processes may have open, too. Tables begin so whose folder holds a store,
+                that are made around tensors, and that only read (`ObservedFile`).
+    closed      As unwritten: the stores of others are not looked for. Another write makes a store, or opens the one
+                that is in the folder.
 
-Each change from one to another is one function of `PlacedTable`:
+What changes one into another; all but `take_back` and `close` end in `take`, which uses a store from then on:
 
-    make        unwritten, awaited -> written: by the first batch, a layout or a load. Of processes that share the place
-                the first one makes the store, and the others open that one.
+    make        unwritten, awaited, closed -> written: by a first batch, a layout or a load (`LazyTable.make_for`). Of
+                several processes the first one makes the store, and the others open it.
     look        awaited -> written, where another process has made the store.
-    take        unwritten -> written: a store that was opened; `take_sent`: one that another process sent.
-    exchange    written -> written: the same rows with more room in each.
-    remove      written -> unwritten: a load that failed takes back what it made, where no other process has seen it.
-    close       any -> closed, where the place is a file; elsewhere only this process's lane is given back.
-    after_fork  The child is in the state of its parent, with rows of its own where memory is private. It opens a store
-                that is shared anew at its first use (`Lanes.use`).
-
-A table that only reads (`ObservedFile`) is written from its start.
+    take_sent   In a process that was sent the storage: unwritten -> written by the file of the store; before there is
+                one, unwritten -> awaited.
+    exchange    written -> written: the same rows, each with room for a sequence.
+    take_back   written -> unwritten: a load that failed takes back the table that it made, but for those in folders.
+    close       any -> closed where rows lie in files; in memory only this process's lane is given back.
+    after_fork  The child is in the state of its parent, with a copy of the rows where memory is private. At its first
+                use (`Lanes.use`) it becomes a user of a store that is shared, or is warned of the copy.
 
 What holds, whatever processes and threads do, and the tests that fail where it does not (in `tests/`):
 
-    1. One process makes the store, and one thread in it. What a process left half made that died is made anew.
-       (processes/test_shared_init.py)
-    2. Who looks at `lanes` has those of the store as soon as it is made, by whichever process.
-       (processes/test_shared_init.py)
-    3. Lanes, rows and all that is derived from them change together, in `_begin`. (races/test_loads_beside_threads.py)
-    4. Locks are taken in the order mutex, `making`, `_make_lock`, as `extend` does. (processes/test_shared_init.py,
-       test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_each_other)
-    5. A child that was forked before the first write, and has rows of its own for that, is told at its first use.
+    1. One process makes the store: the one that has the lock of `UnmadeStore`, or that gives a file in a folder its
+       name (`files.create_named`). What it left half made when it died is made anew. (processes/test_shared_init.py)
+    2. One thread makes it: writers and loads hold the storage's mutex, and `first_write` keeps out who does not.
+       (processes/test_shared_init.py: test_threads_that_write_the_first_rows_in_different_ways_...)
+    3. Locks are taken in the order mutex, `making`, `_make_lock`; `look` is not called with the last one held.
+       (contracts/lock_order.py, in every test)
+    4. Who looks at `lanes` has those of the store as soon as its maker lets others in, at the end of
+       `UnmadeStore.held`. (processes/test_shared_init.py)
+    5. Lanes, rows and what is derived from them are exchanged in one function, `_begin`. (data/test_loads_that_fail.py)
+    6. A child that was forked before the first write, and has rows of its own for that, is told at its first use.
        (processes/test_forks.py)
-    6. What is closed is not opened again. (processes/test_shared_init.py, test_a_closed_one_is_not_opened_again)
+    7. A look opens nothing that was closed. (processes/test_shared_init.py: test_a_closed_one_is_not_opened_again)
 """
 
 from __future__ import annotations
@@ -153,7 +158,7 @@ class PlacedTable(Table):
     # ---- from nothing to rows ----
     @contextlib.contextmanager
     def first_write(self) -> Iterator[bool]:
-        """A block in which this thread alone may `make` the table; whether there is none."""
+        """A block in which this thread alone may `make` the table; gives whether there is no table yet."""
         with self.making(), self._make_lock:
             yield self.rows is UNWRITTEN
 
@@ -235,7 +240,8 @@ class PlacedTable(Table):
 
     def share(self, name: str) -> None:
         self.place = self.place.shared(self.rows is not UNWRITTEN)
-        self.current_lanes.copied_by_fork = self.place.is_copied_by_fork()
+        if self.rows is UNWRITTEN:
+            self.current_lanes.copied_by_fork = self.place.is_copied_by_fork()
 
     def sent_state(self, name: str) -> dict[str, Any]:
         self.look()
@@ -261,8 +267,8 @@ class PlacedTable(Table):
             self.take(OpenedTable(lanes, self.place.table(lanes, stored), state["env_shape"], self.ndim))
 
     # ---- forks and the end ----
-    def use(self, mutex: Any) -> None:
-        super().use(mutex)
+    def take_mutex(self, mutex: Any) -> None:
+        super().take_mutex(mutex)
         self.current_lanes.mutex = mutex
 
     def after_fork(self, mutex: Any) -> None:
@@ -270,9 +276,9 @@ class PlacedTable(Table):
         super().after_fork(mutex)
         self.place.after_fork(self.rows is not UNWRITTEN)
 
-    def remove(self) -> bool:
-        """Frees a table that no other process has seen; False: it stays."""
-        if not self.place.remove():
+    def take_back(self) -> bool:
+        """Frees a table that was just made, so that another layout can be; False: it stays."""
+        if not self.place.can_take_back():
             return False
         self.current_lanes.close()
         self.env_shape = ()

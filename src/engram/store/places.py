@@ -367,8 +367,8 @@ class Place(abc.ABC):
         raise StorageError(f", {NOT_SENT}")
 
     # ---- life ----
-    def remove(self) -> bool:
-        """Whether a table that no other process has seen can be made anew."""
+    def can_take_back(self) -> bool:
+        """Whether a table that was just made here can be freed: no other process has it yet."""
         return True
 
     def after_fork(self, made: bool) -> None:
@@ -628,7 +628,7 @@ class NamedFile(_File):
         return {**folder, "lanes": size.given_lanes}
 
     # ---- life ----
-    def remove(self) -> bool:
+    def can_take_back(self) -> bool:
         return False  # other processes may have it open by now
 
     def after_fork(self, made: bool) -> None:

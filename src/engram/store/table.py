@@ -88,13 +88,13 @@ class Table(abc.ABC):
         self.kept: Mapping[int, frozenset[KeyPath]] = {}
         self.mutex: Any = contextlib.nullcontext()
 
-    def use(self, mutex: Any) -> None:
+    def take_mutex(self, mutex: Any) -> None:
         """Takes the mutex that writers hold."""
         self.mutex = mutex
 
     def after_fork(self, mutex: Any) -> None:
         """In a child: takes a mutex that no thread of the parent holds; nothing is opened before it is used here."""
-        self.use(mutex)
+        self.take_mutex(mutex)
 
     # ---- facts ----
     @property

@@ -154,7 +154,7 @@ class _Sink(StoredRows):
     def _reset(self, with_table: bool) -> None:
         """Leaves the table empty; `with_table` also without a layout, unless other processes may use it."""
         table = self._rows
-        if with_table and not table.place.awaits_others() and table.remove():
+        if with_table and not table.place.awaits_others() and table.take_back():
             return
         store = table.lanes.store
         store.begin_restore()

@@ -148,7 +148,7 @@ class Storage(MadeFromParts):
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()
-        table.use(self.mutex)
+        table.take_mutex(self.mutex)
         self._checkpointer: Any = None
         self.checkpointer = checkpointer
         _live.add(self)

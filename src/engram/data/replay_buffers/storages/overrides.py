@@ -219,13 +219,13 @@ class GetSetTable(UsersTable):
             lanes.advance(len(self._storage))
         return lanes
 
-    def use(self, mutex: Any) -> None:
-        super().use(mutex)
+    def take_mutex(self, mutex: Any) -> None:
+        super().take_mutex(mutex)
         if "lanes" in vars(self):
             self.lanes.mutex = mutex
 
     def after_fork(self, mutex: Any) -> None:
-        self.use(mutex)
+        self.take_mutex(mutex)
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
