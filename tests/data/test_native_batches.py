@@ -1011,7 +1011,7 @@ def test_a_closed_storage_offers_native_calls_nothing():
     rb.extend(torch.arange(8))
     rb.storage.close()
     native = rb.storage.native
-    assert (native.source, native.push, native.table) == (None, None, None)
+    assert (native.source, native.push, native.read, native.appended) == (None, None, None, None)
 
 
 def test_of_a_class_that_has_a_method_of_its_own_the_native_calls_beside_it_are_not_used():

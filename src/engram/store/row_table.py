@@ -32,33 +32,17 @@ _new_tuple: Any = tuple.__new__
 class NativeRows:
     """What native calls may do with stored rows past the methods of a storage, now."""
 
-    __slots__ = (
-        "_appends",
-        "_reads",
-        "_rows",
-        "checked_columns",
-        "push",
-        "push_columns",
-        "push_part",
-        "push_step",
-        "source",
-        "table",
-    )
+    __slots__ = ("_appends", "_reads", "_rows", "appended", "push", "read", "source")
 
     def __init__(self) -> None:
         #: What whole batches are read from.
         self.source: _native.RowSource | None = None
         #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
         self.push: Callable[[Any, int, int, str | None], Any] | None = None
-        #: Checks and appends the leaves of a batch, as `RowTable.push_columns`.
-        self.push_columns: Callable[[list[Any], int, int, str | None], bool] | None = None
-        #: Checks the arrays of many steps, and appends parts of them: as `RowTable.checked_columns` and `push_part`.
-        self.checked_columns: Callable[[list[Any], int, int, str | None], _native.CheckedColumns | None] | None = None
-        self.push_part: Callable[[_native.CheckedColumns, int, int], bool] | None = None
-        #: Appends a step of plain arrays, converts their numbers, and makes no index: as `RowTable.push_step`.
-        self.push_step: Callable[[Any], bool] | None = None
-        #: Rows that may be read together with those of other tables.
-        self.table: RowTable | None = None
+        #: What single leaves, n-step returns and batches of several tables are read from.
+        self.read: RowTable | None = None
+        #: To what steps of plain arrays are appended (`RowTable.push_step`), and, where there is a `push`, columns.
+        self.appended: RowTable | None = None
         self._rows: RowTable | None = None
         self._reads = self._appends = True
 
@@ -73,11 +57,9 @@ class NativeRows:
     def bind(self, table: RowTable, push: Any) -> None:
         """Uses a table, to whose rows `push` appends."""
         self.bind_source(table)
-        self.table, self.push = table if self._reads else None, push if self._appends else None
-        self.push_step = table.push_step if self._appends else None
-        if self.push is not None:
-            self.push_columns = table.push_columns
-            self.checked_columns, self.push_part = table.checked_columns, table.push_part
+        self.read = self._rows
+        if self._appends:
+            self.push, self.appended = push, table
 
     def bind_push(self, push: Any) -> None:
         """Appends by `push`; rows are read by the methods of the storage."""
@@ -92,8 +74,7 @@ class NativeRows:
 
     def unbind(self) -> None:
         """There is no table."""
-        self.source = self.push = self.push_step = self.push_columns = self.table = self._rows = None
-        self.checked_columns = self.push_part = None
+        self.source = self.push = self.read = self.appended = self._rows = None
 
     def pause(self) -> None:
         """Nothing is read until the table is bound again."""

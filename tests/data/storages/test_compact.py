@@ -474,12 +474,12 @@ def test_plain_and_compact_members_of_an_ensemble_are_read_together() -> None:
 
 def test_columns_and_steps_of_collectors_are_taken_as_batches_are() -> None:
     steps, rb = written()
-    table: Any = rb.storage.native.table
+    table: Any = rb.storage.native.read
     columns = [steps[path[0] if len(path) == 1 else path].numpy() if path != ("index",) else None
                for path in [leaf.path for leaf in table.layout.leaves]]  # fmt: skip
     columns = [np.zeros(40, np.int64) if column is None else column for column in columns]
-    assert rb.storage.native.push_columns is not None
-    assert rb.storage.native.push_columns(columns, 1, 0, "index")
+    assert rb.storage.native.appended is not None
+    assert rb.storage.native.appended.push_columns(columns, 1, 0, "index")
     assert bool((rows_of(rb.storage, range(40, 50)) == steps[:10]).all())
     assert bool((rows_of(rb.storage, range(30)) == steps[10:]).all())
 

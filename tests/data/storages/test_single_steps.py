@@ -241,7 +241,7 @@ class TestReadLeaves:
         for t in range(12):
             rb.add(step(t, *(ENVS,) * (ndim - 1)))
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         slots = torch.tensor([5, 0, 3, 3])
         rows = storage.read(slots).batch
         for given in (slots, slots.numpy()):
@@ -256,7 +256,7 @@ class TestReadLeaves:
         storage = LazyTensorStorage(10)
         ReplayBuffer(storage=storage).add(step(0))
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         with pytest.raises(KeyError, match="missing"):
             read_leaves(storage, np.zeros(1, np.int64), (("next", "missing"),))
 
@@ -304,7 +304,7 @@ class TestReadNSteps:
         for t in range(written):
             rb.add(step(t, *(ENVS,) * (ndim - 1)))
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         powers = np.float32(0.9) ** np.arange(steps + 1)
         at = [(t, env) for t in range(max(0, written - 7), written) for env in range(envs)]
         found = read_n_steps(storage, np.array([t % 7 * envs + env for t, env in at]), powers)
@@ -327,7 +327,7 @@ class TestReadNSteps:
         powers = np.float32(0.99) ** np.arange(steps + 1, dtype=np.float32)
         slots = torch.arange(400)
         native = read_n_steps(storage, slots, powers)
-        storage.native.table = None
+        storage.native.read = None
         assert all(equal(a, b) for a, b in zip(native, read_n_steps(storage, slots, powers), strict=True))
 
     @each("native", [True, False])
@@ -337,7 +337,7 @@ class TestReadNSteps:
         rows = {"reward": torch.zeros(4), "done": torch.zeros(4, *ends, dtype=torch.bool)}
         ReplayBuffer(storage=storage).extend({"next": rows})
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         found = read_n_steps(storage, torch.arange(0), np.ones(4))
         assert [part.shape for part in found] == [(0, 3), (0,), (0,), (0, 1), (0, 1)]
 
@@ -356,7 +356,7 @@ class TestReadNSteps:
         rb.add(step(0)), rb.add(step(1))
         Child(lambda: ReplayBuffer(storage=storage).extend(tensors(stacked(4, 5, 6)))).result()
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         found = read_n_steps(storage, np.array([0, 1, 4, 6]), np.ones(4))
         assert found.rewards.tolist() == [[0, 0.5, 0], [0.5, 0, 0], [2, 2.5, 3], [3, 0, 0]]
         assert found.last.tolist() == [1, 1, 6, 6]
@@ -368,7 +368,7 @@ class TestReadNSteps:
             read_n_steps(storage, np.array([0]), np.ones(3))
         ReplayBuffer(storage=storage).add(step(0))
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         for slot in (1, 8, -1):
             with pytest.raises(IndexError):
                 read_n_steps(storage, np.array([0, slot]), np.ones(3))
@@ -378,7 +378,7 @@ class TestReadNSteps:
         storage = LazyTensorStorage(8)
         ReplayBuffer(storage=storage).add(step(0))
         if not native:
-            storage.native.table = None
+            storage.native.read = None
         slots = np.array([0])
         for reward, done, error in (
             (("obs",), ("next", "done"), ValueError), (("action",), ("next", "reward"), ValueError),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.data.replay_buffers.writers.round_robin import Writer
     from engram.store.layout import RowLayout
-    from engram.store.row_table import NativeRows
+    from engram.store.row_table import RowTable
     from engram.transforms.compose import Compose
 
 
@@ -110,28 +110,29 @@ class ColumnRows:
         """Writes a batch behind the newest row. False: nothing was written, because it is not of this layout, ..."""
         storage = self._storage
         with storage.mutex:
-            push, layout = storage.native.push_columns, storage.layout
-            if push is None or layout is not self.layout:
-                return False
-            return push(columns, self.ndim, self._time_dim, self._index_key)
+            rows = self._rows()
+            return rows is not None and rows.push_columns(columns, self.ndim, self._time_dim, self._index_key)
 
     def append_part(self, columns: list[Any], first: int, steps: int) -> bool:
         """As `append`, of so many steps of columns `[time, ...]`, which are arrays, and one list from call to call."""
         storage = self._storage
         with storage.mutex:
-            native = storage.native
-            push, layout = native.push_part, storage.layout
-            if push is None or layout is not self.layout:
+            rows = self._rows()
+            if rows is None:
                 return False
             if columns is not self._columns:
-                self._check(columns, native)
-            return self._checked is not None and push(self._checked, first, steps)
+                self._check(columns, rows)
+            return self._checked is not None and rows.push_part(self._checked, first, steps)
 
-    def _check(self, columns: list[Any], native: NativeRows) -> None:
+    def _rows(self) -> RowTable | None:
+        """Those to which columns can be appended now; None: they have another layout by now, or none."""
+        native, layout = self._storage.native, self._storage.layout
+        return None if native.push is None or layout is not self.layout else native.appended
+
+    def _check(self, columns: list[Any], rows: RowTable) -> None:
         lead = (1,) * (self.ndim - 1)
         shaped = [None if column is None else column.reshape(*lead, *column.shape) for column in columns]
-        check = native.checked_columns
-        self._checked = None if check is None else check(shaped, self.ndim, self._time_dim, self._index_key)
+        self._checked = rows.checked_columns(shaped, self.ndim, self._time_dim, self._index_key)
         self._columns = columns
 
 
@@ -179,7 +180,8 @@ class BatchWriter:
     def column_rows(self) -> ColumnRows | None:
         """The rows to which columns can be appended as they are; None where `write` does more than that."""
         given, layout = self.priorities, self._storage.layout
-        if layout is None or not self.pushes or self.transform.transforms or self._storage.native.push_columns is None:
+        native = self._storage.native
+        if layout is None or native.push is None or not self.pushes or self.transform.transforms:
             return None
         if given is not None and given.are_stored():
             return None

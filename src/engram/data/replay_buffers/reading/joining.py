@@ -57,7 +57,7 @@ def stack_batches(batches: list[Any]) -> Any:
 
 def joint_tables(storages: list[Storage]) -> list[RowTable] | None:
     """The tables of storages whose rows can be read into one batch; None: they cannot."""
-    tables = [table for storage in storages if (table := storage.native.table) is not None]
+    tables = [table for storage in storages if (table := storage.native.read) is not None]
     return tables if len(tables) == len(storages) and all(map(tables[0].same_rows, tables)) else None
 
 

@@ -40,8 +40,8 @@ def append_step(storage: Storage, step: Any) -> bool:
         ([[0], [1]], tensor([0.5000, 1.0000]))
     """
     with storage.mutex:
-        push_step = storage.native.push_step
-        return push_step is not None and push_step(step)
+        rows = storage.native.appended
+        return rows is not None and rows.push_step(step)
 
 
 def read_leaves(storage: Storage, slots: Tensor | np.ndarray[Any, Any], paths: tuple[KeyPath, ...]) -> Rows:
@@ -57,9 +57,8 @@ def read_leaves(storage: Storage, slots: Tensor | np.ndarray[Any, Any], paths: t
         [tensor([2., 0.]), tensor([[4, 5],
                 [0, 1]])]
     """
-    table = storage.native.table
-    if table is not None:
-        return table.read_leaves(slots, paths)
+    if (native := storage.native.read) is not None:
+        return native.read_leaves(slots, paths)
     rows = storage.read(to_tensor(slots))
     leaves = [pytree.get_entry(rows.batch, path) for path in paths]
     missing = [pytree.format_key(path) for path, leaf in zip(paths, leaves, strict=True) if leaf is None]
@@ -101,8 +100,8 @@ def read_n_steps(
     powers = np.ascontiguousarray(discounts, np.float32)
     if powers.ndim != 1 or len(powers) < 2:
         raise ValueError(f"discounts must be of each step, and one for what comes after the last, got {discounts}")
-    table = storage.native.table
-    found = None if table is None else table.read_n_steps(slots, powers, reward, done)
+    native = storage.native.read
+    found = None if native is None else native.read_n_steps(slots, powers, reward, done)
     if found is not None:
         return n_step.NSteps(*found)
     return storage.access.beside_writers(
