@@ -286,7 +286,7 @@ WALLS = {
     "classes of tables": 11,
     "questions whether anything is written": 45,
     "questions whether rows have a layout": 86,
-    "time_dim, batch_dims, index_key below buffers": 177,
+    "time_dim, batch_dims, index_key below buffers": 180,
     "is_ours and BUILT_IN": 32,
     "unused_since_fork": 9,
 }

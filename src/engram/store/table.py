@@ -246,7 +246,7 @@ class Table(abc.ABC):
         slots, rows = selection.slots, self.for_selection(steps.items, selection)
         if (last := last_of_each(slots)) is not None:
             slots, rows = slots[last], pytree.select_rows(rows, last)
-        overwrite(slots, steps._replace(items=rows, own_index=slots))
+        overwrite(slots, Steps(rows, index_key=steps.index_key, own_index=slots))
 
     # ---- reading ----
     @abc.abstractmethod

@@ -110,24 +110,22 @@ class ColumnRows:
         """Writes a batch behind the newest row. False: nothing was written, because it is not of this layout, ..."""
         storage = self._storage
         with storage.mutex:
-            rows = self._rows()
-            return rows is not None and rows.push_columns(columns, self.ndim, self._time_dim, self._index_key)
+            native, layout = storage.native, storage.layout
+            if native.push is None or native.appended is None or layout is not self.layout:
+                return False
+            return native.appended.push_columns(columns, self.ndim, self._time_dim, self._index_key)
 
     def append_part(self, columns: list[Any], first: int, steps: int) -> bool:
         """As `append`, of so many steps of columns `[time, ...]`, which are arrays, and one list from call to call."""
         storage = self._storage
         with storage.mutex:
-            rows = self._rows()
-            if rows is None:
+            native, layout = storage.native, storage.layout
+            rows = native.appended
+            if native.push is None or rows is None or layout is not self.layout:
                 return False
             if columns is not self._columns:
                 self._check(columns, rows)
             return self._checked is not None and rows.push_part(self._checked, first, steps)
-
-    def _rows(self) -> RowTable | None:
-        """Those to which columns can be appended now; None: they have another layout by now, or none."""
-        native, layout = self._storage.native, self._storage.layout
-        return None if native.push is None or layout is not self.layout else native.appended
 
     def _check(self, columns: list[Any], rows: RowTable) -> None:
         lead = (1,) * (self.ndim - 1)

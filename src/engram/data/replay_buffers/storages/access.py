@@ -154,7 +154,7 @@ class Access:
     def set(self, cursor: Any, steps: Steps) -> None:
         """As `set` of a storage."""
         with self.table.mutex, self.table.making():  # in the order of `extend`
-            if steps.index_key is None:
+            if steps.index_key is None and self.index_key is not None:
                 steps = steps._replace(index_key=self.index_key)
             if self._only_replaces:
                 self._setter().replace(cursor, steps)
