@@ -74,6 +74,15 @@ def test_environments_count_as_steps_and_trajectories_of_their_own():
     assert rb.stats()[2:] == (12, 12, 0, 5, (), None, 0) and rb.stats().rows == 12
 
 
+def test_writes_of_several_lanes_count_on_when_all_rows_were_dropped():
+    rb = ReplayBuffer(storage=LazyTensorStorage(60, lanes=3, shared=True), batch_size=2)
+    rb.extend(steps(0, 22))
+    rb.empty()
+    rb.extend(steps(0, 9))
+    rb.extend(steps(0, 3))
+    assert rb.stats().writes == rb.write_count == 12
+
+
 def test_tensors_that_exist_count_as_written():
     rb = ReplayBuffer(storage=TensorStorage(steps(0, 8)))
     assert rb.stats() == (8, rb.storage.nbytes, 8, 8, 0, 2, (), None, 0)

@@ -200,6 +200,7 @@ FIRST_USES = {
     "sample": lambda rb: is_refused(RuntimeError, rb.sample),
     "read": lambda rb: is_refused(IndexError, lambda: rb[0]),
     "empty": lambda rb: rb.empty(),
+    "close": lambda rb: rb.storage.close(),
 }
 # Buffers, and whether a child that was forked before the first write has rows of its own.
 UNWRITTEN = {

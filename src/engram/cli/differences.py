@@ -155,7 +155,7 @@ class _Pairs(NamedTuple):
     @classmethod
     def by_sequence(cls, a: Storage, b: Storage, rows_a: list[range], rows_b: list[range]) -> _Pairs | None:
         """Rows of one sequence; None where lanes or environments are others."""
-        if _shape(a) != _shape(b):
+        if not (a.initialized and b.initialized) or _shape(a) != _shape(b):
             return None
         both = [range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(rows_a, rows_b, strict=True)]
         one, other = _slots_of_all(a, both), _slots_of_all(b, both)

@@ -557,8 +557,8 @@ class ReplayShard:
     # ---- draws ----
     @_call
     def ranges(self, incarnation: int) -> Tensor:
-        """The oldest sequence of each lane, and the one after its newest: int64 [lanes, 2]."""
-        return lane_ranges(self._storage.lanes)
+        """The oldest sequence of each lane, and the one after its newest: int64 [lanes, 2]; none before a layout."""
+        return lane_ranges(self._storage.lanes)[: None if self._storage.initialized else 0]
 
     @_call
     def take(self, incarnation: int, lane: Tensor, sequence: Tensor) -> TakenRows:

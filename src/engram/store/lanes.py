@@ -435,7 +435,7 @@ class Lanes:
     def release(self) -> None:
         """Makes this process no writer any more. Where none other writes meanwhile, its trajectories go on."""
         notice_fork()
-        if self._copy_of:
+        if self._copy_of and self.store.rows():
             self.use()
         with self.mutex:
             if self.held is not None:

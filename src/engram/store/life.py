@@ -294,7 +294,7 @@ class PlacedTable(Table):
             try:
                 ends = self.place.close()
             finally:
-                if ends:
+                if ends and self.rows is not UNWRITTEN:
                     lanes.close()
                     self._begin(self._no_lanes(), UNWRITTEN)
             if not ends:

@@ -34,6 +34,8 @@ def grid_index(storage: Storage, time_dim: int, index: tuple[Any, ...]) -> tuple
 
     Raises IndexError where it means none.
     """
+    if not storage.initialized:
+        raise IndexError(f"index {index!r:.80} has not been written: the storage is empty; extend it first")
     slots = stored_slots(storage.lanes.store).reshape(-1, *storage.env_shape).movedim(0, time_dim)
     try:
         chosen: Tensor = slots[index]

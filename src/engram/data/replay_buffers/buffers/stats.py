@@ -118,7 +118,10 @@ def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:
         return _counted(storage, index)
     else:
         rows, episodes = [range(lane["published"], lane["published"]) for lane in counters], 0
-    writes = sum((r.stop - lane["origin"]) % (1 << 64) for lane, r in zip(counters, rows, strict=True))
+    # A lane without rows has the range (0, 0), wherever its rows begin.
+    writes = sum(max(r.stop, lane["first"]) - lane["origin"] for lane, r in zip(counters, rows, strict=True)) % (
+        1 << 64
+    )
     return StepCount(sum(map(len, rows)) * lanes.envs, writes * lanes.envs, episodes)
 
 

@@ -414,7 +414,7 @@ class Sampler(SentByState, PartlyCopied, KeepsArguments, abc.ABC):
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if not (len(lanes) or lanes.any_rows() or len(storage)):
+        if not (len(lanes) or lanes.any_rows()):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         generator, seed = self._generator, self._seed
         if isinstance(generator, Generator):

@@ -445,7 +445,7 @@ class SliceEpochs(Epochs, RunSource):
         self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
     ) -> _native.SliceBatch:
         lanes = storage.lanes
-        if not (len(lanes) or len(storage)):
+        if not (len(lanes) or lanes.any_rows()):
             raise nothing_to_draw(storage, episodes, rule)
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
             size = self.go_on(storage, lanes, episodes, rule, lambda: int(seed()))

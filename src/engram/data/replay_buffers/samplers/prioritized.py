@@ -349,6 +349,7 @@ class PriorityTable(RunSource):
 
     def totals(self, poll: Callable[[_native.Priorities], None], storage: Storage) -> DrawTotals:
         """As `Sampler.totals`, after `poll` has taken in what it shall see."""
+        storage.lanes.use()  # a forked child that only asks is a user, too
         if not stored_rows(storage):
             return DrawTotals(0.0, None, self.default_priority)
         priorities = self.following(storage, storage.lanes)
@@ -386,10 +387,10 @@ class PriorityTable(RunSource):
             storage = self._newest_storage
         if storage is None:
             raise RuntimeError("the sampler has not been used with a storage yet; say which with storage=...")
-        last = self._storage
-        if (last is None or last() is not storage) and not storage.initialized:
+        lanes = storage.lanes
+        if not lanes.store.rows() and not storage.initialized:
             raise IndexError("nothing has been written to this storage yet; extend it first")
-        return storage, storage.lanes
+        return storage, lanes
 
     # ---- state ----
     def state(self) -> dict[str, Any]:

@@ -294,7 +294,7 @@ def draw_beside_writers(
 
 def nothing_to_draw(storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule) -> RuntimeError:
     """The error where no trajectory is long enough."""
-    if not len(storage):
+    if not storage.lanes.any_rows():
         return RuntimeError(f"{EMPTY} Add or extend it first.")
     lanes, shorter = storage.lanes, "shorter slices, or strict_length=False"
     if lanes.store.lanes > 1 and rule.min_length > lanes.store.lane_capacity:
