@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from engram.errors import NoFreeLaneError, StorageError, StorageInUseError
 from engram.store.counters import removed_bits
 from engram.store.locks import LaneLocks
 
+_T = TypeVar("_T")
 _MAX_DRAWS = 10_000  # of `retry_draw`
 _DRAWS_BEFORE_FIRST_ROW = 100  # of these while the first row is still being written
 _MAX_PENDING_BORDERS = 1024  # results that a device has not been asked for
@@ -472,6 +473,14 @@ class Lanes:
             self.held = None
             if self.locks is not None:
                 self.locks.close()
+
+    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
+        """What `read` returns, of a moment in which no other process changed stored rows in place.
+
+        With `errors_only` a result may be of several moments; only an error is not believed unless it is of one. Who
+        writes here keeps such changes out by the locks that it holds.
+        """
+        return read()
 
     # ---- drawing ----
     @property

@@ -35,7 +35,6 @@ from engram.store.life import PlacedTable, Unwritten
 from engram.store.places import (
     READ_ONLY,
     NewTable,
-    ObservedFile,
     Place,
     TableSize,
 )
@@ -371,13 +370,6 @@ class OwnIndex:
 class ObservedTable(LazyTable):
     """Rows that other processes may be writing, and this one only reads: it reads those of one moment."""
 
-    def __init__(self, size: TableSize, place: ObservedFile) -> None:
-        super().__init__(size, place)
-        self._observed = place.lanes
-
-    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        return self._observed.validated(read, errors_only)
-
     def _bind(self) -> None:
         """Native calls validate what they read themselves; all else is validated here."""
         if isinstance(self.rows, RowTable):
@@ -387,12 +379,12 @@ class ObservedTable(LazyTable):
 
     def read(self, slots: Tensor, *how: Any) -> Rows:
         read = super().read
-        return self.validated(lambda: read(slots, *how))
+        return self.current_lanes.validated(lambda: read(slots, *how))
 
     def view(self) -> Any:
         """A copy of all rows, written or not: torch has no views of read-only memory."""
         view = super().view
-        return self.validated(lambda: view().clone())
+        return self.current_lanes.validated(lambda: view().clone())
 
     def slice(self, index: slice) -> Any:
         return None

@@ -751,7 +751,6 @@ class ObservedLanes(Lanes):
         return self.store.incarnation
 
     def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """As `Table.validated`."""
         for attempt in range(_READ_TRIES):
             before, error = self.store.epoch(), None
             if self._frozen_at not in (None, before[0]):

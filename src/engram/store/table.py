@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ NOT_SENT = (
 )
 #: Makes a block in which all rows are replaced, by the name of the operation.
 Replacing = Callable[[str], AbstractContextManager[Any]]
-_T = TypeVar("_T")
 _STEPS_AT_ONCE = 512  # of which whole rows are read for one leaf
 
 
@@ -155,13 +154,6 @@ class Table(abc.ABC):
             StorageInUseError: another process has them open; `operation` is named in the message.
         """
         return self.lanes.exclusive(operation)
-
-    def validated(self, read: Callable[[], _T], errors_only: bool = False) -> _T:
-        """What `read` returns, of a moment in which no other process changed stored rows in place.
-
-        With `errors_only` a result may be of several moments; only an error is not believed unless it is of one.
-        """
-        return read()
 
     def share(self, name: str) -> None:
         """Lets other processes see and write the rows of a storage of this name. ValueError: they cannot."""

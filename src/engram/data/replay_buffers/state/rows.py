@@ -519,7 +519,7 @@ class SavedObservedRows(SavedRows):
         lanes, stored, layout = table.lanes, table.rows.stored, self._now.layout_state()
         if stored is None or layout is None:
             raise StorageError("this store has been closed")
-        return table.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))
+        return lanes.validated(lambda: _ObservedRows(lanes, layout, self._now.counters(), stored))
 
 
 class _ObservedRows(RowSnapshot):

@@ -93,7 +93,7 @@ class Access:
     def settled(self, look: Callable[[], _T]) -> _T:
         """What `look` returns, outside of a replacement of all rows: waits for its end where one is under way."""
         before = self.incarnation
-        result = self.table.validated(look)
+        result = self.table.lanes.validated(look)
         if before == self.incarnation and not before % 2:
             return result
         with self.table.mutex:
@@ -104,7 +104,7 @@ class Access:
 
         With `errors_only` a result may be of several moments; only an error is not believed unless it is of one.
         """
-        return self.table.validated(read, errors_only)
+        return self.table.lanes.validated(read, errors_only)
 
     # ---- reading at an index ----
     def get(self, index: Any) -> Any:
@@ -118,7 +118,7 @@ class Access:
     def _get(self, index: Any, methods: Table | InnerMethods) -> Any:
         read = functools.partial(self._read_stored, index, methods)
         for _ in range(100):
-            rows = self.table.validated(functools.partial(self.beside_writers, read))
+            rows = self.table.lanes.validated(functools.partial(self.beside_writers, read))
             if rows.overwritten is None:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")

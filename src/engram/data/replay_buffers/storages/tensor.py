@@ -97,7 +97,7 @@ class TableStorage(Storage):
 
         With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
         """
-        return self._rows_table.validated(
+        return self._rows_table.current_lanes.validated(
             functools.partial(_packed(self._rows_table).read_packed, slots, by_leaf, sequences)
         )
 
