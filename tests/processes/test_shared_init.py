@@ -1,12 +1,14 @@
 """`shared_init=True`: processes share a storage that nothing was written to; the first one that writes makes it."""
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
 import time
+import warnings
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -21,6 +23,7 @@ from engram.errors import StorageError, StorageInUseError
 from engram.store import life
 from engram.store.files import StoreSpec
 from engram.store.layout import RowLayout
+from engram.store.places import PrivateMemory
 
 FORK = multiprocessing.get_context("fork")
 KINDS = ["memory", "temporary file", "folder"]
@@ -303,3 +306,93 @@ def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_eac
         thread.join(NEVER)
         assert not thread.is_alive()
     assert len(rb) == (6 if "set" in order else 3)
+
+
+class Queued:
+    """A lock that says when a thread has to wait for it."""
+
+    def __init__(self):
+        self._lock, self.waits = threading.Lock(), threading.Event()
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self.waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *error):
+        self._lock.release()
+
+
+@pytest.mark.quick
+def test_of_two_threads_that_check_the_first_rows_without_a_buffer_one_makes_the_table(monkeypatch):
+    storage, making = LazyTensorStorage(20), PrivateMemory.make
+    lock = storage.access.table._make_lock = Queued()
+    second = threading.Thread(target=lambda: storage.check(steps(5), False), daemon=True)
+    layouts = []
+
+    def slowly(place, new):
+        layouts.append(new.layout)
+        if len(layouts) == 1:
+            second.start()
+            assert lock.waits.wait(NEVER)
+        return making(place, new)
+
+    monkeypatch.setattr(PrivateMemory, "make", slowly)
+    storage.check(steps(0), False)
+    second.join(NEVER)
+    assert len(layouts) == 1 and not second.is_alive()
+
+
+@pytest.mark.quick
+def test_a_layout_is_compared_with_that_of_a_process_which_made_the_store_while_this_one_waited(monkeypatch):
+    rb, parent, lock = (
+        ReplayBuffer(storage=LazyTensorStorage(20, shared_init=True)),
+        os.getpid(),
+        life.UnmadeStore._lock,
+    )
+
+    def after_a_child(store):
+        if os.getpid() == parent:
+            assert in_children(lambda: rb.extend(steps(0))) == [0]
+        lock(store)
+
+    monkeypatch.setattr(life.UnmadeStore, "_lock", after_a_child)
+    with pytest.raises(ValueError, match="another layout"):
+        rb.storage.adopt(RowLayout.of(torch.zeros(3), 1))
+    assert rb[:]["n"].tolist() == list(range(5))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["memory", "temporary file"])
+def test_a_storage_that_was_sent_before_its_first_write_makes_no_copies_in_children(kind, tmp_path):
+    rb = ReplayBuffer(storage=sent(make(kind, tmp_path)))
+
+    def write():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert len(rb) == 0
+            rb.extend(steps(0))
+
+    assert in_children(write) == [0]
+    assert rb[:]["n"].tolist() == list(range(5))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", ["memory", "temporary file"])
+def test_what_nobody_has_written_to_leaves_no_file_open(kind, tmp_path):
+    gc.collect()  # files of earlier tests
+    before = len(os.listdir("/proc/self/fd"))
+    storage = make(kind, tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    del storage
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.quick
+def test_a_storage_in_memory_that_is_closed_leaves_its_only_lane_to_another_process():
+    rb = ReplayBuffer(storage=LazyTensorStorage(20, shared=True, lanes=1))
+    rb.extend(steps(0))
+    rb.storage.close()
+    assert in_children(lambda: rb.extend(steps(5))) == [0]
+    assert rb[:]["n"].tolist() == list(range(10))
