@@ -284,7 +284,7 @@ WALLS = {
     "class flags that others ask": 1,
     "classes with __init_subclass__": 4,
     "classes of tables": 11,
-    "questions whether anything is written": 49,
+    "questions whether anything is written": 50,
     "questions whether rows have a layout": 86,
     "time_dim, batch_dims, index_key below buffers": 180,
     "is_ours and BUILT_IN": 32,

@@ -414,7 +414,7 @@ class Sampler(SentByState, PartlyCopied, KeepsArguments, abc.ABC):
 
         Raises RuntimeError for an empty storage, before anything is drawn.
         """
-        if not (len(lanes) or lanes.any_rows()):
+        if not (len(lanes) or has_rows(storage, lanes)):
             raise RuntimeError(f"{EMPTY} Add or extend it first.")
         generator, seed = self._generator, self._seed
         if isinstance(generator, Generator):
@@ -765,6 +765,11 @@ def _shown(value: Any) -> str:
 def stored_rows(storage: Storage) -> int:
     """How many rows there are, of all environments."""
     return storage.lanes.store.rows()
+
+
+def has_rows(storage: Storage, lanes: Lanes) -> bool:
+    """Whether rows are stored in these lanes, the storage's; where a load is replacing them, at its end."""
+    return lanes.any_rows() or (storage.initialized and len(storage) > 0)
 
 
 def rows_left(storage: Storage) -> int:

@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 import engram._native as _native
 from engram import _forms as forms
-from engram.data.replay_buffers.samplers.base import StorageState
+from engram.data.replay_buffers.samplers.base import StorageState, has_rows
 from engram.data.replay_buffers.samplers.draw import EpochInfo
 from engram.data.replay_buffers.samplers.runs import RunSource, Seed, nothing_to_draw
 from engram.store.episodes import EpisodeIndex
@@ -445,7 +445,7 @@ class SliceEpochs(Epochs, RunSource):
         self, storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule, seed: Seed, n: int
     ) -> _native.SliceBatch:
         lanes = storage.lanes
-        if not (len(lanes) or lanes.any_rows()):
+        if not (len(lanes) or has_rows(storage, lanes)):
             raise nothing_to_draw(storage, episodes, rule)
         for _ in range(100):  # an epoch can be over before it gave a slice, when writers overwrite all of it
             size = self.go_on(storage, lanes, episodes, rule, lambda: int(seed()))

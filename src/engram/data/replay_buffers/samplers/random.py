@@ -18,6 +18,7 @@ from engram.data.replay_buffers.samplers.base import (
     Sampler,
     StateSetting,
     WorkerShare,
+    has_rows,
     nothing_left,
     rows_left,
 )
@@ -143,7 +144,7 @@ class SamplerWithoutReplacement(Sampler, built_in=True):
 
     def _draw(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
         lanes = storage.lanes
-        if not (len(lanes) or lanes.any_rows()) or lanes.all_removed:
+        if not (len(lanes) or has_rows(storage, lanes)) or lanes.all_removed:
             raise nothing_left(storage)
         if self._least_parts > 1:
             self._check_share(batch_size, rows_left(storage))

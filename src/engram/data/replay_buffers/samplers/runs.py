@@ -11,7 +11,7 @@ from torch import Tensor
 
 import engram._native as _native
 from engram._copies import CopiedAsPlain
-from engram.data.replay_buffers.samplers.base import EMPTY, DrawTotals, StorageState
+from engram.data.replay_buffers.samplers.base import EMPTY, DrawTotals, StorageState, has_rows
 from engram.data.replay_buffers.samplers.draw import Draw, EpochInfo, Mark, is_per_row
 from engram.pytree import MASK, KeyPath, format_key, get_entry, has_batch_size, has_keys, set_entry
 from engram.store.episodes import EpisodeIndex
@@ -294,7 +294,7 @@ def draw_beside_writers(
 
 def nothing_to_draw(storage: Storage, episodes: EpisodeIndex, rule: _native.SliceRule) -> RuntimeError:
     """The error where no trajectory is long enough."""
-    if not storage.lanes.any_rows():
+    if not has_rows(storage, storage.lanes):
         return RuntimeError(f"{EMPTY} Add or extend it first.")
     lanes, shorter = storage.lanes, "shorter slices, or strict_length=False"
     if lanes.store.lanes > 1 and rule.min_length > lanes.store.lane_capacity:
