@@ -29,14 +29,14 @@ What holds, whatever processes and threads do, and the tests that fail where it 
     1. One process makes the store: the one that has the lock of `UnmadeStore`, or that gives a file in a folder its
        name (`files.create_named`). What it left half made when it died is made anew. (processes/test_shared_init.py)
     2. One thread makes it: writers and loads hold the storage's mutex, and `first_write` keeps out who does not.
-       (processes/test_shared_init.py: test_threads_that_write_the_first_rows_in_different_ways_...)
+       (processes/test_shared_init.py: test_of_two_threads_that_check_the_first_rows_...)
     3. Locks are taken in the order mutex, `making`, `_make_lock`; `look` is not called with the last one held.
        (contracts/lock_order.py, in every test)
     4. Who looks at `lanes` has those of the store as soon as its maker lets others in, at the end of
        `UnmadeStore.held`. (processes/test_shared_init.py)
     5. Lanes, rows and what is derived from them are exchanged in one function, `_begin`. (data/test_loads_that_fail.py)
     6. A child that was forked before the first write, and has rows of its own for that, is told at its first use.
-       (processes/test_forks.py)
+       (processes/test_stores_in_processes.py: test_a_child_that_was_forked_before_the_first_write_...)
     7. A look opens nothing that was closed. (processes/test_shared_init.py: test_a_closed_one_is_not_opened_again)
 """
 

@@ -168,7 +168,7 @@ class Storage(MadeFromParts):
     def lanes(self) -> Lanes:
         """Counters of the stored rows (`Lanes.in_memory` makes some); they count none before the first write.
 
-        Those of the first write may be others than those before.
+        The first write may bring others, here or in another process: ask for them at each use.
         """
         return self._outer_methods.lanes
 
