@@ -246,7 +246,7 @@ def test_engines_know_no_buffer(engine):
 def test_checkpointers_see_no_storage_class():
     for module, file in MODULES.items():
         if module.startswith((f"{BUFFERS}.checkpointers", f"{BUFFERS}.state.checkpointers")):
-            tables = {"engram.store.row_table", "engram.store.column_table"}
+            tables = {"engram.store.packed_rows", "engram.store.columnar_rows"}
             assert not any("storages" in name or name in tables for name in imports(file)), module
 
 

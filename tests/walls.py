@@ -30,7 +30,7 @@ THEIRS = frozenset(
 WIDE = 20  # arguments of a constructor
 MANY = 45  # methods in the body of a class
 #: The classes at which families of tables begin: those of storages, and those that the first write makes inside one.
-TABLES = ("Table", "RowTable", "ColumnTable")
+TABLES = ("Table", "PackedRows", "ColumnarRows")
 #: The question that only the file of a table's life should ask.
 WRITTEN, LIFE = "questions whether anything is written", "store/life.py"
 #: Words whose number shows how many places know one thing, and the files in which they are counted, below `engram`.

@@ -25,7 +25,7 @@ from engram.data.replay_buffers.state.rows import RowLoad
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from engram.store.views import ChangeTracker
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform
@@ -221,7 +221,7 @@ MUTANTS = {
         loading(OwnSamplerWithState, without("at", value=lambda v: v * 0)), Combo(sampler="own, with state")
     ),
     # ---- writers and counters ----
-    "the sequences of replaced rows": Mutant(around(RowTable, "set_block", _no_sequences), Combo(writer="best")),
+    "the sequences of replaced rows": Mutant(around(PackedRows, "set_block", _no_sequences), Combo(writer="best")),
     "the sequences of replaced rows (flat)": Mutant(
         around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),

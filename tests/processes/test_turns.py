@@ -36,7 +36,7 @@ from engram.store.files import StoreSession
 from engram.store.indexing import stored_slots
 from engram.store.lanes import Turns
 from engram.store.locks import LaneLocks
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from engram.testing import env_steps, numbers, steps
 
 SECOND = pytest.mark.filterwarnings("ignore:this process and process:RuntimeWarning")
@@ -597,14 +597,14 @@ def test_rows_store_their_own_index_though_another_writes_between_check_and_appe
     if form == "slow":
         data["c"] = data["c"].conj()  # a view that the native core does not read
     rb.extend(data[:3])
-    append, between = RowTable.append, [lambda: Child(lambda: rb.extend(data[3:5]).tolist()).result()]
+    append, between = PackedRows.append, [lambda: Child(lambda: rb.extend(data[3:5]).tolist()).result()]
 
     def after_another(*args):
         if between:
             between.pop()()
         return append(*args)
 
-    monkeypatch.setattr(RowTable, "append", after_another)
+    monkeypatch.setattr(PackedRows, "append", after_another)
     monkeypatch.setattr(
         rb._parts.batch_writer, "pushes", False
     )  # one call checks and appends in its turn: nothing comes in between

@@ -37,7 +37,7 @@ from engram.data import (
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
 from engram.store.items import ItemTable
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 
 ROWS = 64
 STATES = (1, 2, 3)
@@ -560,7 +560,7 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         which = members(rb)[-1 if when == "between members" else 0]
         ways = (
             (type(which.storage), "read"),
-            (RowTable, "read_many"),
+            (PackedRows, "read_many"),
             (ItemTable, "read_batch"),
             (ItemTable, "read_own"),
         )

@@ -17,8 +17,8 @@ from engram._copies import PartlyCopied
 from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key, to_tensor
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
+from engram.store.packed_rows import NativeRows
 from engram.store.row_form import DONE, IDS
-from engram.store.row_table import NativeRows
 
 _FLAGS = (torch.bool, torch.uint8, torch.int8)
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

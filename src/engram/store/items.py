@@ -40,7 +40,7 @@ from engram.store.border import ItemBorder
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from engram.store.rows import Checked, Rows, warn_of_items
 from engram.store.steps import Steps
 from engram.store.table import Table
@@ -636,7 +636,7 @@ class _ItemList(CopiedAsPlain, list[Any]):
         return [self[slot] for slot in slots] if _Batch in map(type, items) else items
 
     def push(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
-        """As `RowTable.push`, of items of the form of the rows."""
+        """As `PackedRows.push`, of items of the form of the rows."""
         packed = self.packed
         if packed is None or (time_dim > 0 and type(items) is not list):
             return None
@@ -701,7 +701,7 @@ class PackedItems:
             raise ValueError("this tensordict builds its objects otherwise: all items stay objects")
         self._lanes, self._codec = lanes, self.layout.codec_for(_device(item))
         self._store = lanes.store.with_growing_rows(self.layout.payload_bytes)
-        self.table = RowTable(lanes, self.layout, mapped=False, store=self._store, codec=self._codec)
+        self.table = PackedRows(lanes, self.layout, mapped=False, store=self._store, codec=self._codec)
         self._reader = _native.ItemReader(self._store, self._codec, ROW)
         self._index_leaves: dict[str | None, int | None] = {None: None}
 

@@ -16,7 +16,7 @@ from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageError
 from engram.pytree import KeyPath, TreeSpec, to_tensor
-from engram.store.column_table import ColumnTable
+from engram.store.columnar_rows import ColumnarRows
 from engram.store.compact import (
     NO_REPLACING,
     NOTHING_TO_SHARE,
@@ -32,14 +32,14 @@ from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, specs_of
 from engram.store.life import PlacedTable, Unwritten
+from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     READ_ONLY,
     NewTable,
     Place,
     TableSize,
 )
-from engram.store.row_table import RowTable
-from engram.store.rows import Checked, MadeTable, Rows, expand_slots, warn_of_items
+from engram.store.rows import Checked, Rows, TableRows, expand_slots, warn_of_items
 from engram.store.steps import Steps
 from engram.store.table import Replacing
 
@@ -83,7 +83,7 @@ class LazyTable(PlacedTable):
         self.__dict__.pop("read", None)
         if self.layout is not None:
             self.read = rows.read  # type: ignore[method-assign]
-        if not isinstance(rows, RowTable):
+        if not isinstance(rows, PackedRows):
             self.native.unbind()
             return
         push: Any = rows.push
@@ -199,7 +199,7 @@ class LazyTable(PlacedTable):
                 raise TypeError(NO_REPLACING)
             return
         self._expects_sequences = True
-        if isinstance(self.rows, ColumnTable):  # one column more, nothing is copied
+        if isinstance(self.rows, ColumnarRows):  # one column more, nothing is copied
             self.rows.carry_sequences()
             self.layout = self.rows.layout
 
@@ -207,7 +207,7 @@ class LazyTable(PlacedTable):
         rows, lanes = self.rows, self.current_lanes
         if rows.layout is None or rows.layout.carries_sequence:
             return
-        if isinstance(rows, ColumnTable):
+        if isinstance(rows, ColumnarRows):
             rows.carry_sequences()
             self.layout = rows.layout
             return
@@ -218,7 +218,7 @@ class LazyTable(PlacedTable):
                 "them over with loads into a storage that is made with a TensorDictMaxValueWriter; nothing was written"
             )
         with replacing("giving rows their sequences"):
-            assert isinstance(rows, RowTable)
+            assert isinstance(rows, PackedRows)
             layout = rows.layout.with_sequence()
             refuse_if_memory_is_short(
                 StoreSpec(layout, lanes.store.lanes, lanes.store.lane_capacity, lanes.envs, False)
@@ -229,7 +229,7 @@ class LazyTable(PlacedTable):
     def can_widen(self) -> bool:
         """Whether stored rows can get room for sequences: not in a file, nor in shared memory."""
         rows = self.rows
-        return isinstance(rows, ColumnTable) or (isinstance(rows, RowTable) and rows.can_widen)
+        return isinstance(rows, ColumnarRows) or (isinstance(rows, PackedRows) and rows.can_widen)
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
@@ -372,7 +372,7 @@ class ObservedTable(LazyTable):
 
     def _bind(self) -> None:
         """Native calls validate what they read themselves; all else is validated here."""
-        if isinstance(self.rows, RowTable):
+        if isinstance(self.rows, PackedRows):
             self.native.bind_source(self.rows)
         else:
             self.native.unbind()
@@ -402,8 +402,8 @@ def _bind_again(table: weakref.ref[LazyTable]) -> None:
         alive._bind()
 
 
-def _push_envs(table: RowTable, env_shape: tuple[int, ...], *data: Any) -> Any:
-    """As `RowTable.push`, of steps of several environments."""
+def _push_envs(table: PackedRows, env_shape: tuple[int, ...], *data: Any) -> Any:
+    """As `PackedRows.push`, of steps of several environments."""
     slots: Any = table.push(*data)
     if slots is None:
         return None
@@ -452,12 +452,12 @@ def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
     return pytree.unflatten(root, leaves, lead, stored.device if pytree.has_batch_size(stored) else None)
 
 
-def _view(rows: MadeTable | Unwritten, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
+def _view(rows: TableRows | Unwritten, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
     """Live views of time slots, with all dimensions of environments."""
     view = rows.view(start, stop)
     if view is None:
         return None
-    if (len(env_shape) > 1 or env_shape == (1,)) and isinstance(rows, RowTable):
+    if (len(env_shape) > 1 or env_shape == (1,)) and isinstance(rows, PackedRows):
         lead, merged = (stop - start, *env_shape), 1 if env_shape == (1,) else 2
         view = pytree.map_outermost(view, lambda part: part.reshape(*lead, *part.shape[merged:]))
     return view

@@ -66,6 +66,7 @@ from engram.store.header import opened_store
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout, StoredLayout
 from engram.store.locks import LaneLocks, _close, _lock
+from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     LaneCount,
     NewTable,
@@ -76,8 +77,7 @@ from engram.store.places import (
     open_lanes,
     saved_layout,
 )
-from engram.store.row_table import RowTable
-from engram.store.rows import MadeTable
+from engram.store.rows import TableRows
 from engram.store.table import Table
 
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ class PlacedTable(Table):
         self.size, self.place, self.ndim = size, place, size.ndim
         self.has_path = place.opens_path()
         #: What keeps the rows.
-        self.rows: MadeTable | Unwritten = UNWRITTEN
+        self.rows: TableRows | Unwritten = UNWRITTEN
         #: `lanes`, without a look for what another process has made meanwhile.
         self.current_lanes = self._no_lanes()
         self._make_lock = threading.Lock()
@@ -184,11 +184,11 @@ class PlacedTable(Table):
         self.ndim, self.env_shape = opened.ndim, opened.env_shape
         self._begin(opened.lanes, opened.table)
 
-    def exchange(self, rows: RowTable) -> None:
+    def exchange(self, rows: PackedRows) -> None:
         """Uses the same rows in another store."""
         self._begin(rows.lanes, rows)
 
-    def _begin(self, lanes: Lanes, rows: MadeTable | Unwritten) -> None:
+    def _begin(self, lanes: Lanes, rows: TableRows | Unwritten) -> None:
         """Uses lanes and rows from now on."""
         lanes.mutex = self.mutex
         self.current_lanes, self.rows = lanes, rows
@@ -452,7 +452,7 @@ class FirstWriters(Place):
         log.info("storage that processes share from its first row on: %s", spec)
         return self._opened(*self._unmade.open_or_make(spec), new.layout, new.given_lanes)
 
-    def table(self, lanes: Lanes, stored: StoredLayout) -> MadeTable:
+    def table(self, lanes: Lanes, stored: StoredLayout) -> TableRows:
         return self._place.table(lanes, stored)
 
     def _opened(

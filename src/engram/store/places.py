@@ -25,8 +25,8 @@ from engram._system import boot_id, parse_bytes
 from engram._text import log
 from engram.errors import StorageError, StorageInUseError
 from engram.specs.tensors import usable_device
-from engram.store.column_table import ColumnTable
-from engram.store.compact_table import CompactTable
+from engram.store.columnar_rows import ColumnarRows
+from engram.store.compact_rows import CompactRows
 from engram.store.files import (
     StoreSession,
     StoreSpec,
@@ -40,8 +40,8 @@ from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
-from engram.store.row_table import RowTable
-from engram.store.rows import MadeTable
+from engram.store.packed_rows import PackedRows
+from engram.store.rows import TableRows
 from engram.store.table import NOT_SENT
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
@@ -279,7 +279,7 @@ class OpenedTable(NamedTuple):
     """A table that was made or opened."""
 
     lanes: Lanes
-    table: MadeTable
+    table: TableRows
     env_shape: tuple[int, ...]
     ndim: int
 
@@ -295,10 +295,10 @@ def saved_layout(store: _native.Store) -> tuple[StoredLayout, tuple[int, ...], i
     return stored, inner, ndim
 
 
-def _row_table(lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> RowTable:
+def _packed_or_compact(lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> PackedRows:
     if stored.observations is not None:
-        return CompactTable(lanes, stored, mapped=mapped)
-    return RowTable(lanes, stored.logical, mapped=mapped, stored=stored)
+        return CompactRows(lanes, stored, mapped=mapped)
+    return PackedRows(lanes, stored.logical, mapped=mapped, stored=stored)
 
 
 class Place(abc.ABC):
@@ -310,9 +310,9 @@ class Place(abc.ABC):
     def make(self, new: NewTable) -> OpenedTable:
         """A new table. Raises StorageError, with the numbers, where there is no room for it."""
 
-    def table(self, lanes: Lanes, stored: StoredLayout) -> MadeTable:
+    def table(self, lanes: Lanes, stored: StoredLayout) -> TableRows:
         """The table over a store whose rows lie here."""
-        return _row_table(lanes, stored, mapped=False)
+        return _packed_or_compact(lanes, stored, mapped=False)
 
     def bytes_of(self, new: NewTable) -> int:
         """Bytes of a new table, header and rows."""
@@ -403,7 +403,7 @@ class PrivateMemory(Place):
         if self.device.type != "cpu":
             lanes = Lanes.in_memory(spec.lane_capacity, spec.envs)
             log.info("storage on %s: %s", self.device, spec)
-            columns = ColumnTable.empty(lanes, spec.layout, new.env_shape, self.device)
+            columns = ColumnarRows.empty(lanes, spec.layout, new.env_shape, self.device)
             return OpenedTable(lanes, columns, new.env_shape, new.ndim)
         log.info("storage in memory: %s", spec)
         refuse_if_memory_is_short(spec)
@@ -496,9 +496,9 @@ class SharedMemory(Place):
 class _File(Place):
     """A file that is mapped, so that reading rows may wait for a disk."""
 
-    def table(self, lanes: Lanes, stored: StoredLayout) -> RowTable:
+    def table(self, lanes: Lanes, stored: StoredLayout) -> PackedRows:
         lanes.store.advise_random()
-        return _row_table(lanes, stored, mapped=True)
+        return _packed_or_compact(lanes, stored, mapped=True)
 
 
 class TemporaryFile(_File):

@@ -54,7 +54,7 @@ class IndexTakenError(StorageInUseError):
     """Rows that store their own index were not appended, as another process has taken their slots."""
 
 
-class MadeTable(Protocol):
+class TableRows(Protocol):
     """Stored rows of one layout: packed rows, or columns."""
 
     layout: RowLayout

@@ -14,7 +14,7 @@ from engram.store.layout import NO_TENSOR, RowLayout
 class Steps(NamedTuple):
     """Data that are written. Made once, where they come in: by `check` and `set` of a storage.
 
-    Native calls that check and append at once (`RowTable.push`) take the same data without it.
+    Native calls that check and append at once (`PackedRows.push`) take the same data without it.
 
     Attributes:
         items: in the form in which they came.

@@ -19,7 +19,7 @@ from engram.pytree import KeyPath, format_key, get_entry, to_tensor
 from engram.store.indexing import Selection, last_of_each, stored_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.row_table import NativeRows
+from engram.store.packed_rows import NativeRows
 from engram.store.rows import Checked, Rows, expand_slots
 from engram.store.steps import Steps
 

@@ -36,7 +36,7 @@ from engram.data.datasets import write_hdf5, write_parquet
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.store import files
 from engram.store.lanes import Lanes
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 
 STORAGES: dict[str, Callable[[int, Path], Any]] = {
     "list": lambda n, path: ListStorage(n),
@@ -470,13 +470,13 @@ def test_rows_of_a_writer_that_replaces_none_carry_none() -> None:
 # ---- planted errors ----
 def _shows_sequences(patch: pytest.MonkeyPatch) -> None:
     """Batches have one entry more."""
-    read = RowTable.read
+    read = PackedRows.read
 
-    def shown(self: RowTable, slots: Any, shape: Any = None, extra: Any = None, numbers: bool = False) -> Any:
+    def shown(self: PackedRows, slots: Any, shape: Any = None, extra: Any = None, numbers: bool = False) -> Any:
         own = self.lanes.generations(slots).reshape((len(slots),) if shape is None else shape)
         return read(self, slots, shape, {**(extra or {}), "sequence": own}, numbers)
 
-    patch.setattr(RowTable, "read", shown)
+    patch.setattr(PackedRows, "read", shown)
 
 
 def _is_a_key(patch: pytest.MonkeyPatch) -> None:
@@ -491,27 +491,27 @@ def _is_a_key(patch: pytest.MonkeyPatch) -> None:
 
 def _fills_nothing(patch: pytest.MonkeyPatch) -> None:
     """`loads` leaves in the place of sequences what was in the memory."""
-    put = RowTable.set_block
+    put = PackedRows.set_block
 
-    def unfilled(self: RowTable, lane: int, start: int, rows: Any) -> None:
+    def unfilled(self: PackedRows, lane: int, start: int, rows: Any) -> None:
         offset = self.layout.sequence_offset
         if offset is not None:
             rows = rows.copy()
             rows[..., offset : offset + 8] = 0x7F
         put(self, lane, start, rows)
 
-    patch.setattr(RowTable, "set_block", unfilled)
+    patch.setattr(PackedRows, "set_block", unfilled)
 
 
 def _loses_them_in_place(patch: pytest.MonkeyPatch) -> None:
-    overwrite = RowTable.overwrite
+    overwrite = PackedRows.overwrite
 
-    def lost(self: RowTable, slots: Any, plan: Any, rows: Any = None) -> None:
+    def lost(self: PackedRows, slots: Any, plan: Any, rows: Any = None) -> None:
         self.prepare_overwrite(slots, plan, torch.arange(len(slots)), 0)() if rows is None else overwrite(
             self, slots, plan, rows
         )
 
-    patch.setattr(RowTable, "overwrite", lost)
+    patch.setattr(PackedRows, "overwrite", lost)
 
 
 def _copies_without_counters(patch: pytest.MonkeyPatch) -> None:

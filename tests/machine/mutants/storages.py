@@ -9,19 +9,19 @@ from torch import Tensor
 
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage
 from engram.data.replay_buffers.state.rows import StoredRows
-from engram.store.column_table import ColumnTable
+from engram.store.columnar_rows import ColumnarRows
 from engram.store.items import ItemTable
 from engram.store.lazy_table import LazyTable
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from machine.mutants.base import Mutant, Patch, around
 
 
-def next_row(read: Any, table: RowTable | ItemTable, slots: Tensor, *rest: Any) -> Any:
+def next_row(read: Any, table: PackedRows | ItemTable, slots: Tensor, *rest: Any) -> Any:
     """Reads the row behind the one that was asked for."""
     return read((slots + table.lanes.envs) % max(len(table.lanes), 1), *rest)
 
 
-def next_row_of_columns(read: Any, table: ColumnTable, slots: Tensor, *rest: Any) -> Any:
+def next_row_of_columns(read: Any, table: ColumnarRows, slots: Tensor, *rest: Any) -> Any:
     return read((slots + table._lanes.envs) % max(len(table._lanes), 1), *rest)
 
 
@@ -74,8 +74,8 @@ STORAGE_MUTANTS = {
     "a list that is saved from its second row on": Mutant(
         around(ItemTable, "items", rolled_when_saved), storage="list"
     ),
-    "memory that reads the next row": Mutant(around(RowTable, "read", next_row)),
-    "memory that reads the next row of environments": Mutant(around(RowTable, "read", next_row), envs=2),
+    "memory that reads the next row": Mutant(around(PackedRows, "read", next_row)),
+    "memory that reads the next row of environments": Mutant(around(PackedRows, "read", next_row), envs=2),
     "memory that loses the last row before the wrap": Mutant(
         around(LazyTensorStorage, "append", last_row_before_the_wrap_is_lost)
     ),
@@ -89,6 +89,6 @@ STORAGE_MUTANTS = {
         around(LazyMemmapStorage, "append", last_row_before_the_wrap_is_lost), storage="named"
     ),
     "a named file that is opened one row short": Mutant(opened_one_row_short, storage="named"),
-    "tensors that are read one further": Mutant(around(ColumnTable, "read", next_row_of_columns), storage="tensors"),
+    "tensors that are read one further": Mutant(around(ColumnarRows, "read", next_row_of_columns), storage="tensors"),
     "tensors that replace the next row": Mutant(around(LazyTable, "overwrite", replaces_the_next), storage="tensors"),
 }

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engram._native import FIRST_REPLACED
 from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
-from engram.store.column_table import ColumnTable
+from engram.store.columnar_rows import ColumnarRows
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.lazy_table import OwnIndex
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from machine.mutants.base import Mutant, Patch, around
 
 
@@ -87,12 +87,12 @@ WRITER_MUTANTS = {
         around(TensorDictMaxValueWriter, "_values", ranks_one_higher), writers=("best",)
     ),
     "rows that replace others without a sequence of their own": Mutant(
-        around(RowTable, "prepare_overwrite", no_sequences),
+        around(PackedRows, "prepare_overwrite", no_sequences),
         storage="named",
         writers=("best",),
     ),
     "columns that replace others without a sequence of their own": Mutant(
-        around(ColumnTable, "prepare_overwrite", no_sequences),
+        around(ColumnarRows, "prepare_overwrite", no_sequences),
         storage="tensors",
         writers=("best",),
     ),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.data.replay_buffers.writers.round_robin import Writer
     from engram.store.layout import RowLayout
-    from engram.store.row_table import RowTable
+    from engram.store.packed_rows import PackedRows
     from engram.transforms.compose import Compose
 
 
@@ -127,7 +127,7 @@ class ColumnRows:
                 self._check(columns, rows)
             return self._checked is not None and rows.push_part(self._checked, first, steps)
 
-    def _check(self, columns: list[Any], rows: RowTable) -> None:
+    def _check(self, columns: list[Any], rows: PackedRows) -> None:
         lead = (1,) * (self.ndim - 1)
         shaped = [None if column is None else column.reshape(*lead, *column.shape) for column in columns]
         self._checked = rows.checked_columns(shaped, self.ndim, self._time_dim, self._index_key)

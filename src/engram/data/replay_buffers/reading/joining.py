@@ -12,7 +12,7 @@ from torch import Tensor
 from engram._arguments import BUILT_IN
 from engram.pytree import Key, collate_items, key_path, repeat_per_step
 from engram.store.layout import tensordict_of
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from engram.transforms.compose import Compose
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def stack_batches(batches: list[Any]) -> Any:
         return lazy_stack(batches)
 
 
-def joint_tables(storages: list[Storage]) -> list[RowTable] | None:
+def joint_tables(storages: list[Storage]) -> list[PackedRows] | None:
     """The tables of storages whose rows can be read into one batch; None: they cannot."""
     tables = [table for storage in storages if (table := storage.native.read) is not None]
     return tables if len(tables) == len(storages) and all(map(tables[0].same_rows, tables)) else None

@@ -42,7 +42,7 @@ from engram.pytree import (
     pinned,
     set_per_item,
 )
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from engram.transforms.compose import Compose
 
 _ROUNDS = 8  # of drawing again whole batches; then row by row
@@ -449,7 +449,7 @@ class BatchReader:
         return joint
 
     @staticmethod
-    def _tables(members: Sequence[Member]) -> list[RowTable] | None:
+    def _tables(members: Sequence[Member]) -> list[PackedRows] | None:
         return joint_tables([member.storage for member in members])
 
     def _transforms(self) -> bool:

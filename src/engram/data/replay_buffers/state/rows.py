@@ -27,15 +27,15 @@ from engram.errors import (
     StorageError,
     StorageInUseError,
 )
-from engram.store.column_table import ColumnTable
+from engram.store.columnar_rows import ColumnarRows
 from engram.store.compact import KnownSteps
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.life import Unwritten
+from engram.store.packed_rows import PackedRows
 from engram.store.places import READ_ONLY
-from engram.store.row_table import RowTable
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20
@@ -405,11 +405,11 @@ class SavedRows(SavedStorage):
     def source(self, background: bool) -> Any:
         table = self._rows
         lanes, rows = table.lanes, table.rows
-        if not background and (lanes.locks is None or not isinstance(rows, RowTable)):
+        if not background and (lanes.locks is None or not isinstance(rows, PackedRows)):
             return StoredRows(table)  # no other process sees these rows
         if isinstance(rows, Unwritten):
             return EmptySource()
-        if isinstance(rows, ColumnTable):
+        if isinstance(rows, ColumnarRows):
             return ColumnSnapshot(lanes, self._now)
         if background and lanes.store.saving:
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")

@@ -19,12 +19,13 @@ from engram.data.replay_buffers.storages.base import Storage
 from engram.errors import StorageError
 from engram.pytree import Key
 from engram.specs import Spec
-from engram.store.column_table import ColumnTable
+from engram.store.columnar_rows import ColumnarRows
 from engram.store.compact import Compact, KnownSteps, as_compact
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout
 from engram.store.lazy_table import LazyTable
 from engram.store.life import FirstWriters, UnmadeStore
+from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     GivenRoom,
     GivenTensors,
@@ -37,7 +38,6 @@ from engram.store.places import (
     TableSize,
     memory_device,
 )
-from engram.store.row_table import RowTable
 from engram.store.rows import Rows
 
 
@@ -102,9 +102,9 @@ class TableStorage(Storage):
         )
 
 
-def _packed(table: LazyTable) -> RowTable:
+def _packed(table: LazyTable) -> PackedRows:
     """The rows as bytes. StorageError: there are none, or they are not kept so."""
-    if not isinstance(table.rows, RowTable):
+    if not isinstance(table.rows, PackedRows):
         raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
     return table.rows
 
@@ -162,7 +162,7 @@ class TensorStorage(TableStorage):
         lanes = Lanes.in_memory(lead[0], math.prod(env_shape))
         table = LazyTable(TableSize(count, None, ndim, None), GivenTensors(storage, tensors[0].device))
         self._hold_rows(table, checkpointer)
-        table.take(OpenedTable(lanes, ColumnTable(lanes, layout, tensors, env_shape), env_shape, ndim))
+        table.take(OpenedTable(lanes, ColumnarRows(lanes, layout, tensors, env_shape), env_shape, ndim))
         lanes.advance(lead[0])
 
     @property

@@ -19,7 +19,7 @@ from engram.store.rows import Rows
 from engram.store.steps import Steps
 
 
-class ColumnTable:
+class ColumnarRows:
     """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
 
     source = None  # no native call reads them
@@ -40,7 +40,7 @@ class ColumnTable:
         self._incarnation = lanes.store.incarnation
 
     @classmethod
-    def empty(cls, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], device: torch.device) -> ColumnTable:
+    def empty(cls, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], device: torch.device) -> ColumnarRows:
         """New columns with room for every step."""
         lead = (lanes.store.lane_capacity, *env_shape)
         columns = [torch.zeros((*lead, *x.shape), dtype=x.dtype, device=device) for x in layout.leaves]
@@ -149,7 +149,7 @@ class ColumnTable:
         extra: dict[str, Any] | None = None,
         sequences: bool = False,
     ) -> Rows:
-        """As `MadeTable.read`; no row is overwritten meanwhile."""
+        """As `TableRows.read`; no row is overwritten meanwhile."""
         self._lanes.use()
         if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
             raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")

@@ -37,13 +37,13 @@ class NativeRows:
     def __init__(self) -> None:
         #: What whole batches are read from.
         self.source: _native.RowSource | None = None
-        #: Checks and appends plain data in one call, as `RowTable.push`; returns the index as `add` and `extend` do.
+        #: Checks and appends plain data in one call, as `PackedRows.push`; returns the index as `add` and `extend` do.
         self.push: Callable[[Any, int, int, str | None], Any] | None = None
         #: What single leaves, n-step returns and batches of several tables are read from.
-        self.read: RowTable | None = None
-        #: To what steps of plain arrays are appended (`RowTable.push_step`), and, where there is a `push`, columns.
-        self.appended: RowTable | None = None
-        self._rows: RowTable | None = None
+        self.read: PackedRows | None = None
+        #: To what steps of plain arrays are appended (`PackedRows.push_step`), and, where there is a `push`, columns.
+        self.appended: PackedRows | None = None
+        self._rows: PackedRows | None = None
         self._reads = self._appends = True
 
     def limit(self, *, reads: bool, appends: bool) -> None:
@@ -54,7 +54,7 @@ class NativeRows:
         """Where a leaf lies in the rows (bytes); None: there are none, and `column` of the storage has its values."""
         return None if self._rows is None else self._rows.offset(path)
 
-    def bind(self, table: RowTable, push: Any) -> None:
+    def bind(self, table: PackedRows, push: Any) -> None:
         """Uses a table, to whose rows `push` appends."""
         self.bind_source(table)
         self.read = self._rows
@@ -66,7 +66,7 @@ class NativeRows:
         self.unbind()
         self.push = push if self._appends else None
 
-    def bind_source(self, table: RowTable) -> None:
+    def bind_source(self, table: PackedRows) -> None:
         """Uses a table of which only whole batches and single leaves are read."""
         self.unbind()
         if self._reads:
@@ -81,7 +81,7 @@ class NativeRows:
         self.source = None
 
 
-class RowTable:
+class PackedRows:
     """Packed rows: the bytes of each step next to each other.
 
     Args:
@@ -273,19 +273,19 @@ class RowTable:
     def prepare_overwrite(
         self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int | None
     ) -> Callable[[], None]:
-        """As `MadeTable.prepare_overwrite`; what is returned takes no memory. The rows may come until then.
+        """As `TableRows.prepare_overwrite`; what is returned takes no memory. The rows may come until then.
 
         With `first=None` the rows carry no sequence.
         """
         return self._store.prepare_overwrite(slots, plan, rows, first, True).write
 
-    def with_sequences(self) -> RowTable:
+    def with_sequences(self) -> PackedRows:
         """A copy of the rows in private memory, with room for their own sequences."""
         layout = self.layout.with_sequence()
         wide = StoredLayout(layout)
         moves = [(self.stored.offset(x), wide.offset(x), x.nbytes) for x in layout.leaves]
         store = self._store.widened(wide.row_bytes, wide.alignment, layout.to_bytes(), moves)
-        return RowTable(self.lanes.widened(store), layout, mapped=False)
+        return PackedRows(self.lanes.widened(store), layout, mapped=False)
 
     def read(
         self,
@@ -312,13 +312,13 @@ class RowTable:
         codec = self.layout.raw_leaf_codec if by_leaf else self.layout.raw_codec
         return Rows(*self._store.gather(codec, slots, None, None, self.mapped, sequences))
 
-    def same_rows(self, other: RowTable) -> bool:
+    def same_rows(self, other: PackedRows) -> bool:
         """Whether rows of both can be read into one batch."""
         return self._fast and (other is self or (other.layout.plain and other.stored_key == self.stored_key))
 
     def read_many(
         self,
-        others: list[RowTable],
+        others: list[PackedRows],
         slots: Tensor,
         shape: tuple[int, ...],
         extra: dict[str, Any] | None,

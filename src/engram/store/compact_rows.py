@@ -18,11 +18,11 @@ from engram.store.compact import NO_REPLACING
 from engram.store.lanes import Lanes
 from engram.store.layout import StoredLayout
 from engram.store.observation_shares import ObservationShares
-from engram.store.row_table import RowTable
+from engram.store.packed_rows import PackedRows
 from engram.store.rows import Rows, expand_slots
 
 
-class CompactTable(RowTable):
+class CompactRows(PackedRows):
     """Packed rows without the observations that are stored once.
 
     Where others see a row, it is whole.
