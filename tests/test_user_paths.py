@@ -53,7 +53,7 @@ ALLOWED = {
     ("distributed.priority_file", "__init__", "np.memmap"): "a file that is open",
     ("store.locks", "_open_again", "os.open"): "a descriptor of this process",
     ("store.nodes", "_read", "open"): "a file of the kernel's",
-    ("store.life", "_opened_anew", "os.open"): "a descriptor of this process",
+    ("store.first_writers", "_opened_anew", "os.open"): "a descriptor of this process",
     ("store.files", "open_passed_store", "os.open"): "a descriptor of this process",
 }
 

@@ -20,7 +20,7 @@ from engram._copies import passing_fds
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 from engram.data.replay_buffers.state.rows import RowLoad
 from engram.errors import StorageError, StorageInUseError
-from engram.store import life
+from engram.store import first_writers
 from engram.store.files import StoreSpec
 from engram.store.layout import RowLayout
 from engram.store.places import PrivateMemory
@@ -171,7 +171,7 @@ def test_a_store_is_not_opened_before_it_is_whole(monkeypatch):
 
 
 def test_who_waits_for_a_process_that_was_stopped_gets_an_error(monkeypatch):
-    monkeypatch.setattr(life, "_MAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(first_writers, "_MAKE_TIMEOUT", 0.05)
     storage = LazyTensorStorage(100, shared_init=True)
     rb, checked = ReplayBuffer(storage=sent(storage)), []
 
@@ -190,7 +190,7 @@ def test_who_waits_for_a_process_that_was_stopped_gets_an_error(monkeypatch):
 
 
 def test_a_child_of_a_process_that_died_while_it_made_it_keeps_nobody_waiting(monkeypatch):
-    monkeypatch.setattr(life, "_MAKE_TIMEOUT", 5)
+    monkeypatch.setattr(first_writers, "_MAKE_TIMEOUT", 5)
     rb, reader = ReplayBuffer(storage=LazyTensorStorage(100, shared_init=True)), os.pipe()
 
     def fork_and_die(spec, fd):
@@ -286,7 +286,7 @@ def test_a_closed_one_is_not_opened_again(tmp_path):
 @pytest.mark.parametrize("order", ["set, extend", "extend, adopt"])
 def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_each_other(order, monkeypatch):
     rb = ReplayBuffer(storage=LazyTensorStorage(20, shared_init=True), batch_size=4)
-    lock = life.UnmadeStore._lock
+    lock = first_writers.UnmadeStore._lock
 
     def slowly(store):
         lock(store)
@@ -297,7 +297,7 @@ def test_threads_that_write_the_first_rows_in_different_ways_do_not_wait_for_eac
         "extend": lambda: rb.extend(torch.arange(3)),
         "adopt": lambda: rb.storage.adopt(RowLayout.of(torch.arange(3), 1)),
     }
-    monkeypatch.setattr(life.UnmadeStore, "_lock", slowly)
+    monkeypatch.setattr(first_writers.UnmadeStore, "_lock", slowly)
     threads = [threading.Thread(target=calls[name], daemon=True) for name in order.split(", ")]
     for thread in threads:
         thread.start()
@@ -348,7 +348,7 @@ def test_a_layout_is_compared_with_that_of_a_process_which_made_the_store_while_
     rb, parent, lock = (
         ReplayBuffer(storage=LazyTensorStorage(20, shared_init=True)),
         os.getpid(),
-        life.UnmadeStore._lock,
+        first_writers.UnmadeStore._lock,
     )
 
     def after_a_child(store):
@@ -356,7 +356,7 @@ def test_a_layout_is_compared_with_that_of_a_process_which_made_the_store_while_
             assert in_children(lambda: rb.extend(steps(0))) == [0]
         lock(store)
 
-    monkeypatch.setattr(life.UnmadeStore, "_lock", after_a_child)
+    monkeypatch.setattr(first_writers.UnmadeStore, "_lock", after_a_child)
     with pytest.raises(ValueError, match="another layout"):
         rb.storage.adopt(RowLayout.of(torch.zeros(3), 1))
     assert rb[:]["n"].tolist() == list(range(5))

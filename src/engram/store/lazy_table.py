@@ -15,7 +15,7 @@ from torch import Tensor
 from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageError
-from engram.pytree import KeyPath, TreeSpec, to_tensor
+from engram.pytree import KeyPath, TreeSpec
 from engram.store.columnar_rows import ColumnarRows
 from engram.store.compact import (
     NO_REPLACING,
@@ -29,7 +29,6 @@ from engram.store.compact import (
 )
 from engram.store.files import StoreSpec, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
-from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, specs_of
 from engram.store.life import PlacedTable, Unwritten
 from engram.store.packed_rows import PackedRows
@@ -39,7 +38,7 @@ from engram.store.places import (
     Place,
     TableSize,
 )
-from engram.store.rows import Checked, Rows, TableRows, expand_slots, warn_of_items
+from engram.store.rows import Checked, OwnIndex, Rows, TableRows, check_count, expand_slots, warn_of_items, with_kept
 from engram.store.steps import Steps
 from engram.store.table import Replacing
 
@@ -261,12 +260,12 @@ class LazyTable(PlacedTable):
         if self.is_single(items):
             items = pytree.expand(items, n)
         if self.kept:
-            items = _with_kept(rows.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
+            items = with_kept(rows.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
         if key is not None and self.layout is not None and (key,) in self.layout.paths:
-            _check_count(n, Steps(items).times)
+            check_count(n, Steps(items).times)
             items = pytree.with_entry(items, key, self._own_index.of_slots(slots))
         count, data = rows.fit_rows(items)
-        _check_count(n, count)
+        check_count(n, count)
         rows.overwrite(slots, data)
 
     def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
@@ -329,42 +328,6 @@ class LazyTable(PlacedTable):
         if self.compact is not None and not self.has_path:
             state["init"] = {**state["init"], **self._as_found()}
         return state
-
-
-class OwnIndex:
-    """The index that rows store of themselves.
-
-    Args:
-        within: batch dimensions of an item, each step of which has the item's index.
-    """
-
-    def __init__(self, lanes: Lanes, within: tuple[int, ...], env_shape: tuple[int, ...], ndim: int) -> None:
-        self._lanes, self._within, self._env_shape, self._ndim = lanes, within, env_shape, ndim
-
-    def of(self, steps: Steps) -> Tensor | int:
-        """What each step stores: the index that is given with it, or the one that `append` will give."""
-        lanes, index = self._lanes, steps.own_index
-        if index is not None:
-            return self.of_items(index[0] if steps.is_single else index)
-        if steps.lead == 0:
-            return self.of_items(lanes.next_slot()) if self._within else lanes.next_slot()
-        count = steps.times
-        times = lanes.next_slots(count)
-        if self._ndim == 1:
-            return self.of_items(times) if self._within else times
-        slots: Any = expand_slots(times, lanes.envs)
-        index = torch.stack(tuple(from_slots(slots, self._env_shape)), -1).reshape(count, lanes.envs, self._ndim)
-        return self.of_items(index[0] if steps.is_single else index if steps.time == 0 else index.transpose(0, 1))
-
-    def of_slots(self, slots: Tensor) -> Tensor:
-        """Those of the rows in slots (int64 [n])."""
-        own = from_slots(slots, self._env_shape)
-        return self.of_items(torch.stack(own, -1) if isinstance(own, tuple) else own)
-
-    def of_items(self, index: Tensor | int) -> Tensor:
-        """The index of each item, repeated for its steps where items have batch dimensions of their own."""
-        at = to_tensor(index)
-        return pytree.repeat_per_step(at, at.ndim - (self._ndim > 1), self._within) if self._within else at
 
 
 class ObservedTable(LazyTable):
@@ -440,18 +403,6 @@ def _add_index(
     return key, torch.zeros((*steps.shape, *index.shape), dtype=torch.int64, device="cpu")
 
 
-def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
-    """Rows that are written over others, with the entries that these keep; of another form they stay as they are."""
-    root, entries = pytree.describe(stored, 1)
-    given = dict(pytree.describe(items, 1)[1])
-    if not given.keys() <= kept | dict(entries).keys():
-        return items
-    changed = {path: pytree.as_leaf(value, path) for path, value in given.items() if path not in kept}
-    leaves = [changed[path].to(value.device) if path in changed else value for path, value in entries]
-    lead = pytree.shape_of(entries[0][1])[:1]
-    return pytree.unflatten(root, leaves, lead, stored.device if pytree.has_batch_size(stored) else None)
-
-
 def _view(rows: TableRows | Unwritten, env_shape: tuple[int, ...], start: int, stop: int) -> Any:
     """Live views of time slots, with all dimensions of environments."""
     view = rows.view(start, stop)
@@ -473,8 +424,3 @@ def _advise_to_share(table: LazyTable, layout: RowLayout, steps: FirstSteps) -> 
     plain, once = (place.bytes_of(new._replace(observations=keys)) for keys in (None, found))
     if plain - once > SAVING_WORTH_IT:
         warn_user(advice_to_share(found, lanes.capacity, plain, once))
-
-
-def _check_count(indexed: int, given: int) -> None:
-    if given != indexed:
-        raise ValueError(f"{indexed} steps are indexed, the data have {given}; nothing was written")

@@ -42,8 +42,11 @@ from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.packed_rows import PackedRows
 from engram.store.rows import TableRows
-from engram.store.table import NOT_SENT
 
+NOT_SENT = (
+    "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
+    "dumps and loads copy any"
+)
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 _MAX_SIZE = 1 << 56
 _USUAL_LANES, _MOST_LANES = 64, 256  # more of them cost time at each extend and draw

@@ -13,6 +13,9 @@ from torch import Tensor
 from engram import pytree
 from engram._text import warn_user
 from engram.errors import StorageInUseError
+from engram.pytree import KeyPath, to_tensor
+from engram.store.indexing import from_slots
+from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.steps import Steps
 
@@ -52,6 +55,19 @@ class JoinedRows(NamedTuple):
 
 class IndexTakenError(StorageInUseError):
     """Rows that store their own index were not appended, as another process has taken their slots."""
+
+
+class ItemReader(Protocol):
+    """Reads items, which are stored one by one, for batches."""
+
+    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
+        """As `Storage.read`: a list of items, perhaps the stored ones, or a new batch with the entries of `extra`."""
+
+    def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
+        """As `Storage.read`, a list of items that the caller may change.
+
+        With `reuse` small ones may have tensors of earlier ones that nobody has any more (`why_not_reusable`).
+        """
 
 
 class TableRows(Protocol):
@@ -132,6 +148,42 @@ class TableRows(Protocol):
         """
 
 
+class OwnIndex:
+    """The index that rows store of themselves.
+
+    Args:
+        within: batch dimensions of an item, each step of which has the item's index.
+    """
+
+    def __init__(self, lanes: Lanes, within: tuple[int, ...], env_shape: tuple[int, ...], ndim: int) -> None:
+        self._lanes, self._within, self._env_shape, self._ndim = lanes, within, env_shape, ndim
+
+    def of(self, steps: Steps) -> Tensor | int:
+        """What each step stores: the index that is given with it, or the one that `append` will give."""
+        lanes, index = self._lanes, steps.own_index
+        if index is not None:
+            return self.of_items(index[0] if steps.is_single else index)
+        if steps.lead == 0:
+            return self.of_items(lanes.next_slot()) if self._within else lanes.next_slot()
+        count = steps.times
+        times = lanes.next_slots(count)
+        if self._ndim == 1:
+            return self.of_items(times) if self._within else times
+        slots: Any = expand_slots(times, lanes.envs)
+        index = torch.stack(tuple(from_slots(slots, self._env_shape)), -1).reshape(count, lanes.envs, self._ndim)
+        return self.of_items(index[0] if steps.is_single else index if steps.time == 0 else index.transpose(0, 1))
+
+    def of_slots(self, slots: Tensor) -> Tensor:
+        """Those of the rows in slots (int64 [n])."""
+        own = from_slots(slots, self._env_shape)
+        return self.of_items(torch.stack(own, -1) if isinstance(own, tuple) else own)
+
+    def of_items(self, index: Tensor | int) -> Tensor:
+        """The index of each item, repeated for its steps where items have batch dimensions of their own."""
+        at = to_tensor(index)
+        return pytree.repeat_per_step(at, at.ndim - (self._ndim > 1), self._within) if self._within else at
+
+
 def expand_slots(time_slots: Tensor | int, envs: int) -> Tensor | int:
     """The slots of all environments at these times: int64 [steps * envs], time first."""
     if envs == 1 or isinstance(time_slots, int):
@@ -149,3 +201,20 @@ def warn_of_items(batch: Any) -> None:
         f"ndim={len(shape)}, or write batch.reshape(-1); where whole trajectories are what you want, ignore this",
         UserWarning,
     )
+
+
+def with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
+    """Rows that are written over others, with the entries that these keep; of another form they stay as they are."""
+    root, entries = pytree.describe(stored, 1)
+    given = dict(pytree.describe(items, 1)[1])
+    if not given.keys() <= kept | dict(entries).keys():
+        return items
+    changed = {path: pytree.as_leaf(value, path) for path, value in given.items() if path not in kept}
+    leaves = [changed[path].to(value.device) if path in changed else value for path, value in entries]
+    lead = pytree.shape_of(entries[0][1])[:1]
+    return pytree.unflatten(root, leaves, lead, stored.device if pytree.has_batch_size(stored) else None)
+
+
+def check_count(indexed: int, given: int) -> None:
+    if given != indexed:
+        raise ValueError(f"{indexed} steps are indexed, the data have {given}; nothing was written")

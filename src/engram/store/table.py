@@ -7,7 +7,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +20,13 @@ from engram.store.indexing import Selection, last_of_each, stored_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.packed_rows import NativeRows
-from engram.store.rows import Checked, Rows, expand_slots
+from engram.store.places import NOT_SENT
+from engram.store.rows import Checked, ItemReader, Rows, expand_slots
 from engram.store.steps import Steps
 
-NOT_SENT = (
-    "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
-    "dumps and loads copy any"
-)
 #: Makes a block in which all rows are replaced, by the name of the operation.
 Replacing = Callable[[str], AbstractContextManager[Any]]
 _STEPS_AT_ONCE = 512  # of which whole rows are read for one leaf
-
-
-class ItemReader(Protocol):
-    """Reads items, which are stored one by one, for batches."""
-
-    def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
-        """As `Storage.read`: a list of items, perhaps the stored ones, or a new batch with the entries of `extra`."""
-
-    def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
-        """As `Storage.read`, a list of items that the caller may change.
-
-        With `reuse` small ones may have tensors of earlier ones that nobody has any more (`why_not_reusable`).
-        """
 
 
 class Table(abc.ABC):

@@ -12,8 +12,8 @@ from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, Tenso
 from engram.store.columnar_rows import ColumnarRows
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
-from engram.store.lazy_table import OwnIndex
 from engram.store.packed_rows import PackedRows
+from engram.store.rows import OwnIndex
 from machine.mutants.base import Mutant, Patch, around
 
 

@@ -22,9 +22,9 @@ from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.pytree import KeyPath
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
 from engram.store.places import LaneCount
-from engram.store.rows import Checked, Rows
+from engram.store.rows import Checked, ItemReader, Rows
 from engram.store.steps import Steps
-from engram.store.table import ItemReader, Table
+from engram.store.table import Table
 
 _T = TypeVar("_T")
 

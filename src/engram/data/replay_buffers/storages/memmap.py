@@ -18,9 +18,9 @@ from engram.data.replay_buffers.storages.tensor import LazyTensorStorage, TableS
 from engram.errors import StorageError
 from engram.pytree import Key
 from engram.store.compact import Compact, as_compact
+from engram.store.first_writers import FirstWriters, UnmadeStore
 from engram.store.header import FILE_NAME
 from engram.store.lazy_table import LazyTable, ObservedTable
-from engram.store.life import FirstWriters, UnmadeStore
 from engram.store.places import (
     LaneCount,
     NamedFile,

@@ -32,9 +32,10 @@ from engram.store.indexing import Selection, stored_generations, stored_slots
 from engram.store.items import ItemTable
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-from engram.store.rows import Checked, Rows, expand_slots
+from engram.store.places import NOT_SENT
+from engram.store.rows import Checked, ItemReader, Rows, expand_slots
 from engram.store.steps import Steps
-from engram.store.table import NOT_SENT, ItemReader, Table, read_in_parts
+from engram.store.table import Table, read_in_parts
 
 # Each object has its own.
 _NOT_COPIED = {

@@ -21,10 +21,10 @@ from engram.pytree import Key
 from engram.specs import Spec
 from engram.store.columnar_rows import ColumnarRows
 from engram.store.compact import Compact, KnownSteps, as_compact
+from engram.store.first_writers import FirstWriters, UnmadeStore
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout
 from engram.store.lazy_table import LazyTable
-from engram.store.life import FirstWriters, UnmadeStore
 from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     GivenRoom,
