@@ -29,10 +29,12 @@ THEIRS = frozenset(
 )
 WIDE = 20  # arguments of a constructor
 MANY = 45  # methods in the body of a class
-#: The classes at which families of tables begin: those of storages, and those that the first write makes inside one.
-TABLES = ("Table", "PackedRows", "ColumnarRows")
+#: The classes at which families of tables begin: that of a storage, and that of the kinds of its rows.
+TABLES = ("Table", "TableRows")
+#: The class at which the family of places begins.
+PLACES = ("Place",)
 #: The question that only the file of a table's life should ask.
-WRITTEN, LIFE = "questions whether anything is written", "store/life.py"
+WRITTEN, LIFE = "questions whether anything is written", "store/table.py"
 #: Words whose number shows how many places know one thing, and the files in which they are counted, below `engram`.
 WORDS = {
     "time_dim, batch_dims, index_key below buffers": (
@@ -87,7 +89,8 @@ def count(root: Path, parsed: Callable[[Path], ast.Module] = parsed) -> dict[str
                 if inside.startswith(("store/", "data/replay_buffers/storages/")):
                     bases[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}
     now["class flags that others ask"] = sum(1 for name in flags if asked[name])
-    now["classes of tables"] = len(_families(bases, TABLES))
+    now["classes of tables and of their rows"] = len(_families(bases, TABLES))
+    now["classes of places"] = len(_families(bases, PLACES))
     return dict(now)
 
 
@@ -110,8 +113,8 @@ def _is_probe(node: ast.Compare) -> bool:
 
 
 def _asks_whether_written(node: ast.Compare) -> bool:
-    """`lanes is None`, `x.store is not None`, `rows is UNWRITTEN`."""
-    return _is_compared(node, "None") in ("lanes", "store", "made") or bool(_is_compared(node, "UNWRITTEN"))
+    """`lanes is None`, `x.store is not None`, `rows is self._unwritten`."""
+    return _is_compared(node, "None") in ("lanes", "store", "made") or bool(_is_compared(node, "self._unwritten"))
 
 
 def _is_compared(node: ast.Compare, with_what: str) -> str:
@@ -144,10 +147,11 @@ def _flags(node: ast.stmt) -> list[str]:
 def methods() -> dict[str, tuple[int, int]]:
     """Methods and properties of the central classes, inherited ones counted, dunders apart: all, and private ones."""
     from engram.data import ReplayBuffer, Sampler, Storage
+    from engram.store.rows import TableRows
     from engram.store.table import Table
 
     found = {}
-    for kind in (Storage, Table, Sampler, ReplayBuffer):
+    for kind in (Storage, Table, TableRows, Sampler, ReplayBuffer):
         names = {
             name
             for parent in kind.__mro__

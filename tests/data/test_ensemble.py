@@ -654,7 +654,7 @@ class TestSaving:
 
 
 def read_at_once(storages, slots, shape, sequences=False):
-    tables = joining.joint_tables(storages)
+    tables = joining.joint_rows(storages)
     return None if tables is None else tables[0].read_many(tables[1:], slots, shape, None, sequences, None)
 
 

@@ -36,7 +36,7 @@ from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.envs.transforms import Transform
 from engram.errors import CheckpointError, CheckpointMisfitError, CorruptCheckpointError, StorageError
-from engram.store.items import ItemTable
+from engram.store.items import ItemRows
 
 
 class RefusedError(Exception):
@@ -450,8 +450,8 @@ def test_members_of_an_ensemble(tmp_path, monkeypatch):
     rb = used(ensemble(tmp_path), (0, 55))
     rb[2].register_load_hook(failing_at(0))
     fails(rb, lambda: rb.loads(path))
-    monkeypatch.setattr(ItemTable, "restore", raise_refused)
-    monkeypatch.setattr(ItemTable, "restore_point", lambda self: lambda: None)
+    monkeypatch.setattr(ItemRows, "restore", raise_refused)
+    monkeypatch.setattr(ItemRows, "restore_point", lambda self: lambda: None)
     state = rb.state_dict()
     for load in (lambda: rb.loads(path), lambda: rb.load_state_dict(state)):
         with pytest.raises(RefusedError):

@@ -45,8 +45,8 @@ def test_the_reader_finds_the_rows_that_engram_loads(name: str) -> None:
         else:
             items, sequences = part if part else ([], [])
             is_list = isinstance(storage, ListStorage)
-            assert_same(items, storage._held_table.items() if is_list else [])
-            assert sequences == (storage._held_table.sequences() if is_list else [])
+            assert_same(items, storage._held_table.rows.items() if is_list else [])
+            assert sequences == (storage._held_table.rows.sequences() if is_list else [])
 
 
 def assert_same_lanes(lanes: list[Lane], storage: Any) -> None:

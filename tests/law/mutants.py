@@ -23,7 +23,7 @@ from engram.data.replay_buffers.state.generators import SavedGenerator
 from engram.data.replay_buffers.state.parts import SavedTransforms
 from engram.data.replay_buffers.state.rows import RowLoad
 from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, RewardSum, StepCounter, VecNorm
-from engram.store.items import ItemTable
+from engram.store.items import ItemRows
 from engram.store.lanes import Lanes
 from engram.store.packed_rows import PackedRows
 from engram.store.views import ChangeTracker
@@ -226,7 +226,7 @@ MUTANTS = {
         around(FlatChunkCodec, "unpack", _no_sequences_of_flat), Combo(writer="best", checkpointer="flat")
     ),
     "the sequences of replaced items": Mutant(
-        around(ItemTable, "restore", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
+        around(ItemRows, "restore", lambda f, self, items, said, own: f(self, items, said, [0] * len(own))),
         Combo("list", writer="best", checkpointer="items"),
     ),
     "how many sequences were given": Mutant(
@@ -237,7 +237,7 @@ MUTANTS = {
     "the seams": Mutant(restored(lambda v: [*v[:3], []]), Combo("shared, lanes", "slices")),
     "the newest row": Mutant(restored(lambda v: [v[0], max(v[0], v[1] - 1), v[2], v[3]]), Combo(way="in memory")),
     "the order of a list": Mutant(
-        around(ItemTable, "restore", lambda f, self, items, *more: f(self, items[::-1], *more)),
+        around(ItemRows, "restore", lambda f, self, items, *more: f(self, items[::-1], *more)),
         Combo("list", checkpointer="items"),
     ),
     # ---- transforms ----

@@ -36,7 +36,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.samplers.base import WorkerShare
 from engram.data.replay_buffers.samplers.runs import mark
-from engram.store.items import ItemTable
+from engram.store.items import ItemRows
 from engram.store.packed_rows import PackedRows
 
 ROWS = 64
@@ -561,8 +561,8 @@ def test_a_batch_that_was_drawn_before_a_load_is_drawn_anew_after_it(when, make,
         ways = (
             (type(which.storage), "read"),
             (PackedRows, "read_many"),
-            (ItemTable, "read_batch"),
-            (ItemTable, "read_own"),
+            (ItemRows, "read_batch"),
+            (ItemRows, "read_own"),
         )
         for kind, name in ways:
             read = getattr(kind, name)
@@ -639,7 +639,7 @@ def test_sampler_info_describes_the_returned_rows(storage, tmp_path, monkeypatch
         drawn.append(made)
         return made
 
-    reads, way = (ItemTable, "read_batch") if kind is ListStorage else (kind, "read")
+    reads, way = (ItemRows, "read_batch") if kind is ListStorage else (kind, "read")
     read = getattr(reads, way)
     monkeypatch.setattr(reads, way, load_then_read)
     monkeypatch.setattr(Telling, "sample", sample_then_note)

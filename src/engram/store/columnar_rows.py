@@ -14,55 +14,56 @@ from engram import pytree
 from engram.pytree import to_tensor
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, ObservationKeys, RowLayout, StoredLayout
-from engram.store.rows import Rows
+from engram.store.layout import SEQUENCE, RowLayout
+from engram.store.rows import LayoutRows, Rows
 from engram.store.steps import Steps
 
 
-class ColumnarRows:
+class ColumnarRows(LayoutRows):
     """Rows as columns `[time, *envs, ...]` on one device. Writers and readers hold the storage's mutex."""
 
-    source = None  # no native call reads them
-    observations: ObservationKeys | None = None  # they are columns like others
-    stored: StoredLayout | None = None
+    widened = "in place"  # by one column more
 
-    def __init__(self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...]) -> None:
-        self._lanes = lanes
-        self.layout = layout
+    def __init__(
+        self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...], ndim: int
+    ) -> None:
+        super().__init__(lanes, layout, env_shape, ndim)
         self._columns = columns
-        self._env_shape = env_shape
         self._device = columns[0].device
         self._sequences: Tensor | None = None
         if layout.carries_sequence:
-            self.carry_sequences()
+            self.with_sequences()
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         self._border = ColumnBorder(border, lanes.envs, self._device) if border.decides else None
         self._incarnation = lanes.store.incarnation
 
     @classmethod
-    def empty(cls, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], device: torch.device) -> ColumnarRows:
+    def empty(
+        cls, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], ndim: int, device: torch.device
+    ) -> ColumnarRows:
         """New columns with room for every step."""
         lead = (lanes.store.lane_capacity, *env_shape)
         columns = [torch.zeros((*lead, *x.shape), dtype=x.dtype, device=device) for x in layout.leaves]
-        return cls(lanes, layout, columns, env_shape)
+        return cls(lanes, layout, columns, env_shape, ndim)
 
     @property
     def nbytes(self) -> int:
         return sum(c.numel() * c.itemsize for c in self._stored())
 
-    def carry_sequences(self) -> None:
-        """Makes room for the rows' own sequences, in a column that no batch shows."""
+    def with_sequences(self) -> ColumnarRows:
+        """These rows: their sequences are in a column that no batch shows."""
         if self._sequences is None:
-            lead = self._columns[0].shape[: 1 + len(self._env_shape)]
+            lead = self._columns[0].shape[: 1 + len(self.env_shape)]
             self._sequences = torch.zeros(lead, dtype=SEQUENCE.dtype, device=self._device)
             self.layout = self.layout.with_sequence()
-            self._lanes.own_sequences = functools.partial(_own_sequences_of_column, self._sequences)
+            self.lanes.own_sequences = functools.partial(_own_sequences_of_column, self._sequences)
+        return self
 
     def _stored(self) -> list[Tensor]:
         """The columns of `layout.stored`."""
         return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
-    def fit(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, list[Tensor]]:
+    def plan(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, list[Tensor]]:
         """The data are leaves `[time, *envs, ...]` on the columns' device."""
         batch = steps.items
         if extra is not None:
@@ -72,26 +73,26 @@ class ColumnarRows:
             leaves = [t.unsqueeze(0) for t in leaves]
         elif steps.time:
             leaves = [t.movedim(steps.time, 0) for t in leaves]
-        if len(self._env_shape) > 1:
-            leaves = [t.reshape(t.shape[0], *self._env_shape, *t.shape[2:]) for t in leaves]
+        if len(self.env_shape) > 1:
+            leaves = [t.reshape(t.shape[0], *self.env_shape, *t.shape[2:]) for t in leaves]
         for leaf, t in zip(self.layout.leaves, leaves, strict=True):
-            if tuple(t.shape[1 : 1 + len(self._env_shape)]) != self._env_shape:
+            if tuple(t.shape[1 : 1 + len(self.env_shape)]) != self.env_shape:
                 raise ValueError(
-                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self._env_shape)])} environments, "
-                    f"this storage {list(self._env_shape)}"
+                    f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self.env_shape)])} environments, "
+                    f"this storage {list(self.env_shape)}"
                 )
         return len(leaves[0]), [t.to(self._device) for t in leaves]
 
-    def fit_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
+    def plan_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
         leaves = self.layout.fitting(rows, 1)
         return len(leaves[0]), [t.to(self._device) for t in leaves]
 
-    def append(self, leaves: list[Tensor], most: int | None = None) -> Tensor:
-        leaves = [leaf[:most] for leaf in leaves]
-        capacity = self._lanes.store.lane_capacity
+    def append_plan(self, plan: list[Tensor], most: int | None = None) -> Tensor:
+        leaves = [leaf[:most] for leaf in plan]
+        capacity = self.lanes.store.lane_capacity
         if self._border is not None:
             self._note_border(self._border, leaves)
-        slots = self._lanes.advance(len(leaves[0]))
+        slots = self.lanes.advance(len(leaves[0]))
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
@@ -101,7 +102,7 @@ class ColumnarRows:
 
     def _note_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
         """Notes in the lanes whether the first new step continues the newest stored one."""
-        store, lanes = self._lanes.store, self._lanes
+        store, lanes = self.lanes.store, self.lanes
         lane = store.lane(0)
         published, capacity = lane["published"], store.lane_capacity
         if store.incarnation != self._incarnation:
@@ -121,26 +122,26 @@ class ColumnarRows:
         border.learn_all(new, torch.arange(len(new[0]), device=self._device))
         lanes.pending_borders.set_evidence(published + len(new[0]) - 1, border.evidence)
 
-    def overwrite(
-        self, slots: Tensor, leaves: list[Tensor], rows: Tensor | None = None, first: int | None = None
+    def overwrite_plan(
+        self, slots: Tensor, plan: list[Tensor], rows: Tensor | None = None, first: int | None = None
     ) -> None:
-        """Writes `leaves` ([n, ...]; `rows`: these of them) over rows that exist.
+        """Writes leaves ([n, ...]; `rows`: these of them) over rows that exist.
 
         Row i of the leaves gets the sequence `first + i`; None: what is in a slot keeps the one that it has.
         """
-        absent = (self._lanes.generations(slots) < 0).nonzero().flatten()
+        absent = (self.lanes.generations(slots) < 0).nonzero().flatten()
         if len(absent):
             raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
-        for flat, leaf in zip(self._flat(), leaves, strict=True):
+        for flat, leaf in zip(self._flat(), plan, strict=True):
             flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
         if first is not None:
             assert rows is not None and self._sequences is not None
             self._sequences[where] = first + rows.to(self._device)
-        self._lanes.store.note_edits(slots, first is not None)
+        self.lanes.store.note_edits(slots, first is not None)
 
-    def prepare_overwrite(self, slots: Tensor, leaves: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
-        return functools.partial(self.overwrite, slots, leaves, rows, first)
+    def prepare_overwrite(self, slots: Tensor, plan: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
+        return functools.partial(self.overwrite_plan, slots, plan, rows, first)
 
     def read(
         self,
@@ -150,13 +151,13 @@ class ColumnarRows:
         sequences: bool = False,
     ) -> Rows:
         """As `TableRows.read`; no row is overwritten meanwhile."""
-        self._lanes.use()
-        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self._lanes.capacity):
-            raise IndexError(f"a slot lies outside 0 to {self._lanes.capacity - 1}")
+        self.lanes.use()
+        if slots.numel() and (int(slots.min()) < 0 or int(slots.max()) >= self.lanes.capacity):
+            raise IndexError(f"a slot lies outside 0 to {self.lanes.capacity - 1}")
         where = slots.to(self._device)
         lead = (len(slots),) if shape is None else shape
-        with self._lanes.mutex:
-            generation = self._lanes.generations(slots)
+        with self.lanes.mutex:
+            generation = self.lanes.generations(slots)
             leaves = [flat.index_select(0, where) for flat in self._flat()]
         absent = (generation < 0).nonzero().flatten().tolist()
         leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
@@ -169,18 +170,19 @@ class ColumnarRows:
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
         return self._columns[at][slots.to(self._device)]
 
-    def view(self, start: int, stop: int) -> Any:
+    def view(self, steps: range | None = None) -> Any:
+        start, stop = (0, len(self._columns[0])) if steps is None else (steps.start, steps.stop)
         leaves = [c[start:stop] for c in self._columns]
-        return pytree.unflatten(self.layout.root, leaves, (stop - start, *self._env_shape), self._device)
+        return pytree.unflatten(self.layout.root, leaves, (stop - start, *self.env_shape), self._device)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
-        slots = torch.arange(start, stop, device="cpu") % self._lanes.store.lane_capacity
-        out = np.empty((self._lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
+        slots = torch.arange(start, stop, device="cpu") % self.lanes.store.lane_capacity
+        out = np.empty((self.lanes.envs, stop - start, self.layout.payload_bytes), np.uint8)
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
-            rows = column[slots.to(self._device)].cpu().reshape(stop - start, self._lanes.envs, *x.shape)
+            rows = column[slots.to(self._device)].cpu().reshape(stop - start, self.lanes.envs, *x.shape)
             if x.nbytes and start < stop:
-                raw = rows.contiguous().reshape(stop - start, self._lanes.envs, x.nbytes // x.itemsize)
+                raw = rows.contiguous().reshape(stop - start, self.lanes.envs, x.nbytes // x.itemsize)
                 as_bytes = raw.view(torch.uint8).numpy()
                 out[:, :, x.offset : x.offset + x.nbytes] = as_bytes.transpose(1, 0, 2)
         return out
@@ -190,7 +192,7 @@ class ColumnarRows:
 
     def set_block(self, lane: int, start: int, rows: np.ndarray[Any, Any]) -> None:
         """Writes packed rows from a sequence on."""
-        slots = (torch.arange(start, start + rows.shape[1], device="cpu") % self._lanes.store.lane_capacity).to(
+        slots = (torch.arange(start, start + rows.shape[1], device="cpu") % self.lanes.store.lane_capacity).to(
             self._device
         )
         for column, x in zip(self._stored(), self.layout.stored, strict=True):
@@ -198,11 +200,11 @@ class ColumnarRows:
                 continue
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
-            leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self._env_shape, *x.shape)
+            leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self.env_shape, *x.shape)
             column[slots] = leaf.to(self._device)
 
     def _flat(self) -> list[Tensor]:
-        return [c.flatten(0, len(self._env_shape)) for c in self._columns]
+        return [c.flatten(0, len(self.env_shape)) for c in self._columns]
 
 
 def _own_sequences_of_column(column: Tensor, slots: Tensor) -> Tensor:

@@ -28,8 +28,12 @@ class CompactRows(PackedRows):
     Where others see a row, it is whole.
     """
 
-    def __init__(self, lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> None:
-        super().__init__(lanes, stored.logical, mapped=mapped, stored=stored)
+    replaces_rows = False
+
+    def __init__(
+        self, lanes: Lanes, stored: StoredLayout, mapped: bool, env_shape: tuple[int, ...] = (), ndim: int = 1
+    ) -> None:
+        super().__init__(lanes, stored.logical, mapped, env_shape, ndim, stored=stored)
         self._observed = {path for pair in stored.following.items() for path in pair}
 
     @property
@@ -61,13 +65,13 @@ class CompactRows(PackedRows):
 
     def _appended(self, plan: _native.Plan | None) -> Tensor:
         assert plan is not None
-        slots = self.append(plan)
+        slots = self.append_plan(plan)
         assert isinstance(slots, Tensor)
         return slots
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         self.lanes.use()
-        leaves, *rest = self._store.gather(self.stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
+        leaves, *rest = self._gather(self.stored.raw_leaf_codec, slots, None, None, self.mapped, sequences)
         return Rows(leaves if by_leaf else [self._packed(leaves)], *rest)
 
     def _packed(self, leaves: list[Tensor]) -> Tensor:
@@ -95,11 +99,11 @@ class CompactRows(PackedRows):
         lead = (len(slots), envs) if envs > 1 else (len(slots),)
         return values.reshape(*lead, *values.shape[1:])
 
-    def view(self, start: int, stop: int) -> None:
+    def view(self, steps: range | None = None) -> None:
         """None: there is none of observations."""
 
     # ---- rows that are changed in place ----
-    def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
+    def overwrite_plan(self, slots: Tensor, plan: _native.Plan) -> None:
         replacement = self._store.prepare_overwrite(slots, plan, None, None)
         differs = replacement.differing_leaf()
         if differs is not None:

@@ -24,10 +24,10 @@ from engram.store.header import opened_store
 from engram.store.lanes import Lanes
 from engram.store.layout import RowLayout, StoredLayout
 from engram.store.locks import LaneLocks, _close, _lock
+from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     LaneCount,
     NewTable,
-    OpenedTable,
     Place,
     TableSize,
     open_lanes,
@@ -185,25 +185,25 @@ class FirstWriters(Place):
         self._place = place
         self._unmade: UnmadeStore | None = unmade
 
-    def make(self, new: NewTable) -> OpenedTable:
+    def make(self, new: NewTable) -> TableRows:
         if self._unmade is None:
             return self._place.make(new)
         spec = new.spec(with_dimensions=True)
         log.info("storage that processes share from its first row on: %s", spec)
         return self._opened(*self._unmade.open_or_make(spec), new.layout, new.given_lanes)
 
-    def table(self, lanes: Lanes, stored: StoredLayout) -> TableRows:
-        return self._place.table(lanes, stored)
+    def rows(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
+        return self._place.rows(lanes, stored, env_shape, ndim)
 
     def _opened(
         self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, given_lanes: int | LaneCount | None
-    ) -> OpenedTable:
-        """The table of a store that one of the processes has made, perhaps for rows of this layout."""
+    ) -> PackedRows:
+        """The rows of a store that one of the processes has made, perhaps of this layout."""
         saved, env_shape, ndim = saved_layout(store)
         if layout is not None and not layout.differences(saved.logical):
             saved.logical.take_form(layout)  # which may have a tensorclass, unnamed in the store
         lanes = open_lanes(store, locks, given_lanes)
-        return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
+        return self.rows(lanes, saved, env_shape, ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         return new.spec(with_dimensions=True).total_bytes
@@ -211,7 +211,7 @@ class FirstWriters(Place):
     def awaits_others(self) -> bool:
         return self._unmade is not None
 
-    def find_made(self, size: TableSize) -> OpenedTable | None:
+    def find_made(self, size: TableSize) -> PackedRows | None:
         if self._unmade is None or not self._unmade.is_made():
             return None
         return self._opened(*self._unmade.open(), None, size.given_lanes)
@@ -222,7 +222,7 @@ class FirstWriters(Place):
     def is_copied_by_fork(self) -> bool:
         return self._unmade is None
 
-    def shared(self, made: bool) -> Place:
+    def shared(self, made: bool, name: str) -> Place:
         return self
 
     def unmade(self) -> UnmadeStore | None:

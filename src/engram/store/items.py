@@ -40,10 +40,9 @@ from engram.store.border import ItemBorder
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.packed_rows import PackedRows
-from engram.store.rows import Checked, Rows, warn_of_items
+from engram.store.packed_rows import NativeRows, PackedRows
+from engram.store.rows import Checked, Rows, TableRows, warn_of_items
 from engram.store.steps import Steps
-from engram.store.table import Table
 
 #: Stands in a list for an item that is a row.
 ROW = object()
@@ -96,7 +95,7 @@ COPIES = ItemCodec()
 ITEMS_THEMSELVES = ItemCodec(copy=_itself, packs=False)
 
 
-class ItemTable(Table):
+class ItemRows(TableRows):
     """Stored items, which may differ in form; those that have the form of the first one are packed rows.
 
     Writers and readers hold `lanes.mutex`.
@@ -107,27 +106,30 @@ class ItemTable(Table):
         device: where the tensors of items are moved to when they are written; None: they stay where they are.
     """
 
-    def __init__(
-        self,
-        max_size: int | None,
-        codec: ItemCodec = COPIES,
-        device: torch.device | None = None,
-        arguments: dict[str, Any] | None = None,
-    ) -> None:
-        super().__init__(max_size)
-        self.codec, self._device, self._arguments = codec, device, arguments or {}
+    def __init__(self, max_size: int | None, codec: ItemCodec = COPIES, device: torch.device | None = None) -> None:
+        self.codec, self._device, self._native = codec, device, NativeRows()
         self.collate = codec.collate
-        self._begin()
+        self._begin(max_size)
 
-    def _begin(self) -> None:
-        codec = self.codec
-        self._lanes = self.lanes = Lanes.in_memory(self.max_size)
+    def _begin(self, max_size: int | None) -> None:
+        #: Items that fit; None: no limit.
+        self.max_size = max_size
+        self._lanes = self.lanes = Lanes.in_memory(max_size)
         #: The items by slot: a list, which reads them when it is asked for them.
-        self.by_slot = _ItemList(codec, self._lanes.capacity)
+        self.by_slot = _ItemList(self.codec, self._lanes.capacity)
         self._capacity = self._lanes.capacity
         self._sequences: dict[int, int] = {}  # by slot, of items that were put in the place of others out of turn
         self._lanes.own_sequences = functools.partial(_own_sequences, self._sequences)
         self._border = ItemBorder(self._lanes)
+
+    def limit(self, max_size: int) -> None:
+        """Gives room for so many items to what has none and no limit. ValueError: there are some."""
+        if self.by_slot:
+            raise ValueError(f"the storage has {len(self._lanes)} items and max_size=None: too late for a limit")
+        self._begin(max_size)
+
+    def bind(self, native: NativeRows) -> None:
+        self._native = native
         self._bind()
 
     def _bind(self) -> None:
@@ -135,11 +137,11 @@ class ItemTable(Table):
         by_slot = self.by_slot
         takes_all = self.codec.check is None and self._device is None
         only_rows = by_slot.packed is not None and not by_slot.has_objects and not self._sequences
-        self.native.bind_push(by_slot.push if takes_all and only_rows else None)
+        self._native.bind_push(by_slot.push if takes_all and only_rows else None)
 
-    def take_mutex(self, mutex: Any) -> None:
-        super().take_mutex(mutex)
-        self._lanes.mutex = mutex
+    @property
+    def item_reader(self) -> ItemRows:  # type: ignore[override]
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -156,20 +158,8 @@ class ItemTable(Table):
         """On average."""
         return self.nbytes // len(self._lanes) if len(self._lanes) else 0
 
-    def view(self) -> list[Any]:
-        return self.by_slot
-
-    def arguments(self) -> dict[str, Any]:
-        return {"max_size": self.max_size, **self._arguments}
-
-    def limit(self, max_size: int) -> None:
-        if self.max_size is not None:
-            super().limit(max_size)
-        if self.by_slot:
-            raise ValueError(f"the storage has {len(self._lanes)} items and max_size=None: too late for a limit")
-        self._max_size = max_size
-        self._begin()
-        self.take_mutex(self.mutex)
+    def view(self, steps: range | None = None) -> list[Any] | None:
+        return self.by_slot if steps is None else None
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
@@ -246,7 +236,7 @@ class ItemTable(Table):
         return _Batch(copied)
 
     def _kept(self, items: list[Any], extra: Extra | None) -> list[Any]:
-        """What is kept of objects, which are the table's own."""
+        """What is kept of objects, which nobody else has."""
         items, keep = self._with_index(items, extra), self.codec.keep
         return items if keep is None else [keep(item) for item in items]
 
@@ -286,7 +276,7 @@ class ItemTable(Table):
             by_slot.packed = packed
         elif by_slot.has_objects and self._border.begins(by_slot, self._capacity, packed.first_items(new.plan)):
             self._lanes.mark_seam()
-        slots = packed.table.append(new.plan, most)
+        slots = packed.rows.append_plan(new.plan, most)
         assert isinstance(slots, Tensor)
         by_slot.put([ROW] * len(slots), first)
         if begins_form:
@@ -311,13 +301,13 @@ class ItemTable(Table):
         if absent:
             raise IndexError(f"index {absent[0]} has not been written; {len(self._lanes)} items are stored")
         if self.kept:
-            kept = [self.kept.get(slot, frozenset()) for slot in places]
-            new = list(map(_with_kept, map(by_slot.__getitem__, places), new, kept))
+            each = [self.kept.get(slot, frozenset()) for slot in places]
+            new = list(map(_with_kept, map(by_slot.__getitem__, places), new, each))
         key = steps.index_key
         extra = None if key is None else (key, slots)
         rows = self._as_rows(Steps(new, index_key=key, own_index=None if key is None else slots))
         if rows is not None:
-            rows.of.table.overwrite(slots, rows.plan)
+            rows.of.rows.overwrite_plan(slots, rows.plan)
             by_slot.put_each([ROW] * len(places), places)
             return
         objects = self._kept([self.codec.copy(item) for item in new], extra)
@@ -330,7 +320,7 @@ class ItemTable(Table):
         chosen, places = rows.tolist(), slots.tolist()
         new: list[Any]
         if type(data) is _NewRows:
-            new, write_rows = [ROW] * len(chosen), data.of.table.prepare_overwrite(slots, data.plan, rows, None)
+            new, write_rows = [ROW] * len(chosen), data.of.rows.prepare_overwrite(slots, data.plan, rows, None)
         else:
             # A copy: a single row would keep its whole batch in memory.
             new = [self.codec.copy(data[row]) if self.codec.packs else data[row] for row in chosen]
@@ -345,19 +335,14 @@ class ItemTable(Table):
 
         return write
 
-    def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
         return (isinstance(items, Tensor) or has_batch_size(items)) and not items.shape
 
-    def for_selection(self, items: Any, selection: Selection) -> Any:
+    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
         """One item replaces all that are indexed; a tuple is a list of items."""
-        if selection.shape != () and isinstance(items, tuple):
+        if shape != () and isinstance(items, tuple):
             return list(items)
-        return [items] * len(selection.slots) if selection.shape == () or self.is_single(items) else items
-
-    def for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
-        if at_one:
-            return [items]
-        return super().for_steps(list(items) if isinstance(items, tuple) else items, steps, at_one)
+        return [items] * n if shape == () or self.is_single(items) else items
 
     def as_batch(self, items: Any, time_dim: int) -> Any:
         return items
@@ -394,10 +379,6 @@ class ItemTable(Table):
             else:
                 items = self.by_slot.at(positions, reuse)
             return Rows(items, absent=absent or None, sequences=generations)
-
-    @property
-    def item_reader(self) -> ItemTable:
-        return self
 
     def read_batch(self, slots: Tensor, extra: dict[str, Any] | None, sequences: bool) -> Rows:
         """As `read`; items that are all rows come as one new batch, which has the entries of `extra`."""
@@ -444,7 +425,7 @@ class ItemTable(Table):
         return LeafSpec(path, tensor.dtype, tuple(tensor.shape))
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        """As `Table.column`. KeyError: one of the items has no such leaf."""
+        """As `TableRows.column`. KeyError: one of the items has no such leaf."""
         with self._lanes.mutex:
             packed, by_slot = self.by_slot.packed, self.by_slot
             if packed is not None and (not by_slot.has_objects or by_slot.are_rows(slots.tolist())):
@@ -478,10 +459,10 @@ class ItemTable(Table):
         return {"lane_capacity": self.max_size, "envs": 1, "lanes": self._lanes.saved_states()}
 
     def restore(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
-        """Replaces everything by what `items`, `counters` and `sequences` gave of a table; there is room for them.
+        """Replaces everything by what `items`, `counters` and `sequences` gave; there is room for them.
 
         Raises:
-            CheckpointMisfitError: this table does not take such items; nothing is changed.
+            CheckpointMisfitError: such items are not taken here; nothing is changed.
         """
         lane, capacity = counters["lanes"][0], self._capacity
         # Sequences stay where the oldest item stays in its slot; else it gets sequence 0, in the first slot.
@@ -701,7 +682,7 @@ class PackedItems:
             raise ValueError("this tensordict builds its objects otherwise: all items stay objects")
         self._lanes, self._codec = lanes, self.layout.codec_for(_device(item))
         self._store = lanes.store.with_growing_rows(self.layout.payload_bytes)
-        self.table = PackedRows(lanes, self.layout, mapped=False, store=self._store, codec=self._codec)
+        self.rows = PackedRows(lanes, self.layout, mapped=False, store=self._store, codec=self._codec)
         self._reader = _native.ItemReader(self._store, self._codec, ROW)
         self._index_leaves: dict[str | None, int | None] = {None: None}
 

@@ -15,10 +15,11 @@ from engram import pytree
 from engram._system import notice_fork
 from engram.errors import StorageError
 from engram.store.border import Border
+from engram.store.files import StoreSpec, refuse_if_memory_is_short
+from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
-from engram.store.observation_shares import ObservationShares
-from engram.store.rows import IndexTakenError, JoinedRows, Rows
+from engram.store.rows import IndexTakenError, JoinedRows, LayoutRows, Rows, expand_slots
 from engram.store.steps import Steps
 
 _NO_INDEX = -1
@@ -39,7 +40,7 @@ class NativeRows:
         self.source: _native.RowSource | None = None
         #: Checks and appends plain data in one call, as `PackedRows.push`; returns the index as `add` and `extend` do.
         self.push: Callable[[Any, int, int, str | None], Any] | None = None
-        #: What single leaves, n-step returns and batches of several tables are read from.
+        #: What single leaves, n-step returns and batches of several storages are read from.
         self.read: PackedRows | None = None
         #: To what steps of plain arrays are appended (`PackedRows.push_step`), and, where there is a `push`, columns.
         self.appended: PackedRows | None = None
@@ -54,34 +55,34 @@ class NativeRows:
         """Where a leaf lies in the rows (bytes); None: there are none, and `column` of the storage has its values."""
         return None if self._rows is None else self._rows.offset(path)
 
-    def bind(self, table: PackedRows, push: Any) -> None:
-        """Uses a table, to whose rows `push` appends."""
-        self.bind_source(table)
+    def bind(self, rows: PackedRows, push: Any) -> None:
+        """Uses rows, to which `push` appends."""
+        self.bind_source(rows)
         self.read = self._rows
         if self._appends:
-            self.push, self.appended = push, table
+            self.push, self.appended = push, rows
 
     def bind_push(self, push: Any) -> None:
         """Appends by `push`; rows are read by the methods of the storage."""
         self.unbind()
         self.push = push if self._appends else None
 
-    def bind_source(self, table: PackedRows) -> None:
-        """Uses a table of which only whole batches and single leaves are read."""
+    def bind_source(self, rows: PackedRows) -> None:
+        """Uses rows of which only whole batches and single leaves are read."""
         self.unbind()
         if self._reads:
-            self.source, self._rows = table.source, table
+            self.source, self._rows = rows.source, rows
 
     def unbind(self) -> None:
-        """There is no table."""
+        """There are no rows that native calls use."""
         self.source = self.push = self.read = self.appended = self._rows = None
 
     def pause(self) -> None:
-        """Nothing is read until the table is bound again."""
+        """Nothing is read until rows are bound again."""
         self.source = None
 
 
-class PackedRows:
+class PackedRows(LayoutRows):
     """Packed rows: the bytes of each step next to each other.
 
     Args:
@@ -90,27 +91,35 @@ class PackedRows:
         stored: where leaves lie in the rows, where that is not as in packed ones.
     """
 
+    stored: StoredLayout
+
     def __init__(
         self,
         lanes: Lanes,
         layout: RowLayout,
         mapped: bool,
+        env_shape: tuple[int, ...] = (),
+        ndim: int = 1,
         store: _native.Store | None = None,
         codec: _native.Codec | None = None,
         stored: StoredLayout | None = None,
     ) -> None:
-        self.lanes = lanes
+        super().__init__(lanes, layout, env_shape, ndim)
         self._store = lanes.store if store is None else store
-        self.layout = layout
         #: Where leaves lie in the rows.
         self.stored = StoredLayout(layout) if stored is None else stored
         self._codec = self.stored.codec if codec is None else codec
         #: Those that are stored once, and not in the rows; None: none.
         self.observations = self.stored.observations
         #: Whether stored rows can get room for sequences: not in a file, nor in shared memory.
-        self.can_widen = not mapped and lanes.locks is None and self.observations is None
+        if not mapped and lanes.locks is None and self.observations is None:
+            self.widened = "by a copy"
         self.mapped = mapped
         self._fast = layout.plain
+        #: `Store.gather`; of a store that others write and this process only reads, of one moment.
+        self._gather = self._store.gather
+        if self._store.read_only:
+            self._gather = functools.partial(_gathered, lanes, self._store)
         self._index_leaves: dict[str, int | None] = {}
         self._leaf_numbers = {leaf.path: k for k, leaf in enumerate(layout.leaves)}
         self._chosen_leaves: dict[tuple[pytree.KeyPath, ...], list[int]] = {}
@@ -128,16 +137,12 @@ class PackedRows:
     def nbytes(self) -> int:
         return self._store.total_bytes
 
-    def observation_shares(self) -> ObservationShares | None:
-        """What the rows are made of, where observations are stored once; None: rows are whole."""
-        return None
-
     @property
     def stored_key(self) -> bytes:
-        """Equal for two tables if their stored rows are laid out in the same way."""
+        """Equal for rows that are laid out in the same way."""
         return self.stored.key
 
-    def fit(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, _native.Plan]:
+    def plan(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, _native.Plan]:
         plan = steps.plan(self.layout, extra, self._codec)
         if plan.envs != self._store.envs:
             raise ValueError(
@@ -145,7 +150,7 @@ class PackedRows:
             )
         return plan.steps, plan
 
-    def fit_rows(self, rows: Any) -> tuple[int, _native.Plan]:
+    def plan_rows(self, rows: Any) -> tuple[int, _native.Plan]:
         plan = Steps(rows).plan(self.layout, None, self._codec)
         return plan.steps, plan
 
@@ -216,12 +221,12 @@ class PackedRows:
         self._index_leaves[key] = leaf
         return leaf
 
-    def append(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
+    def append_plan(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
         slots = self._store.append(self.lanes.hold(), plan, most)
         return self._append_in_turn(plan, most) if slots is None else slots
 
     def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
-        """As `append`, where it is another process's turn, or the first one of this, or others have written.
+        """As `append_plan`, where it is another process's turn, or the first one of this, or others have written.
 
         Also in a process that has just found out that it was forked.
         """
@@ -256,7 +261,7 @@ class PackedRows:
         plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             raise self._no_leaves(leaves)
-        slots = self.append(plan)
+        slots = self.append_plan(plan)
         assert isinstance(slots, Tensor)
         return slots
 
@@ -267,13 +272,13 @@ class PackedRows:
             f"{[tuple(leaf.shape) for leaf in leaves]}; nothing was written"
         )
 
-    def overwrite(self, slots: Tensor, plan: _native.Plan) -> None:
+    def overwrite_plan(self, slots: Tensor, plan: _native.Plan) -> None:
         self._store.overwrite(slots, plan, None)
 
     def prepare_overwrite(
         self, slots: Tensor, plan: _native.Plan, rows: Tensor, first: int | None
     ) -> Callable[[], None]:
-        """As `TableRows.prepare_overwrite`; what is returned takes no memory. The rows may come until then.
+        """As `LayoutRows.prepare_overwrite`; what is returned takes no memory. The rows may come until then.
 
         With `first=None` the rows carry no sequence.
         """
@@ -281,11 +286,12 @@ class PackedRows:
 
     def with_sequences(self) -> PackedRows:
         """A copy of the rows in private memory, with room for their own sequences."""
-        layout = self.layout.with_sequence()
+        layout, lanes = self.layout.with_sequence(), self.lanes
         wide = StoredLayout(layout)
+        refuse_if_memory_is_short(StoreSpec(layout, lanes.store.lanes, lanes.store.lane_capacity, lanes.envs, False))
         moves = [(self.stored.offset(x), wide.offset(x), x.nbytes) for x in layout.leaves]
         store = self._store.widened(wide.row_bytes, wide.alignment, layout.to_bytes(), moves)
-        return PackedRows(self.lanes.widened(store), layout, mapped=False)
+        return PackedRows(lanes.widened(store), layout, False, self.env_shape, self.ndim)
 
     def read(
         self,
@@ -299,7 +305,7 @@ class PackedRows:
             lead = 1 if shape is None else len(shape)
             extra = {key: pytree.repeat_per_step(value, lead, self.layout.within) for key, value in extra.items()}
         if self._fast:
-            rows: Rows = _new_tuple(Rows, self._store.gather(self._codec, slots, shape, extra, self.mapped, sequences))
+            rows: Rows = _new_tuple(Rows, self._gather(self._codec, slots, shape, extra, self.mapped, sequences))
             return rows
         return self._read_form(slots, (len(slots),) if shape is None else shape, extra, sequences)
 
@@ -310,7 +316,7 @@ class PackedRows:
         """
         self.lanes.use()
         codec = self.layout.raw_leaf_codec if by_leaf else self.layout.raw_codec
-        return Rows(*self._store.gather(codec, slots, None, None, self.mapped, sequences))
+        return Rows(*self._gather(codec, slots, None, None, self.mapped, sequences))
 
     def same_rows(self, other: PackedRows) -> bool:
         """Whether rows of both can be read into one batch."""
@@ -325,10 +331,10 @@ class PackedRows:
         sequences: bool,
         parts: list[dict[str, Any] | None] | None,
     ) -> JoinedRows:
-        """As `read`, from tables with the `same_rows` too."""
-        tables = [self, *others]
-        for table in tables:
-            table.lanes.use()
+        """As `read`, of these and others of the same form (`same_rows`)."""
+        members = [self, *others]
+        for member in members:
+            member.lanes.use()
         if within := self.layout.within:
             extra = (
                 None if extra is None else {k: pytree.repeat_per_step(v, len(shape), within) for k, v in extra.items()}
@@ -336,13 +342,13 @@ class PackedRows:
             parts = parts and [
                 one and {k: pytree.repeat_per_step(v, 1, within) for k, v in one.items()} for one in parts
             ]
-        stores = [table.lanes.store for table in tables]
-        mapped = any(table.mapped for table in tables)
+        stores = [member.lanes.store for member in members]
+        mapped = any(member.mapped for member in members)
         return JoinedRows(*_native.gather_many(stores, self._codec, slots, shape, extra, mapped, sequences, parts))
 
     def _read_form(self, slots: Tensor, shape: tuple[int, ...], extra: dict[str, Any] | None, sequences: bool) -> Rows:
         """As `read`, for forms of batches that the native core does not build."""
-        leaves, *rest = self._store.gather(self._codec, slots, shape, None, self.mapped, sequences)
+        leaves, *rest = self._gather(self._codec, slots, shape, None, self.mapped, sequences)
         batch = self.layout.build(leaves, shape)
         for key, value in (extra or {}).items():
             pytree.set_entry(batch, key, value)
@@ -378,7 +384,7 @@ class PackedRows:
         if self._store.read_only:
             return self._read_only_column(next(x for x in self.layout.leaves if x.path == path), slots)
         # A view whose gaps are the rest of the rows.
-        leaves = pytree.flatten(self.layout.root, self.view(0, self._store.lanes * self._store.lane_capacity))
+        leaves = pytree.flatten(self.layout.root, self._merged_view(self._all_steps))
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
         leaf: Tensor = leaves[at][slots]
         return leaf
@@ -396,21 +402,44 @@ class PackedRows:
         lead = (len(slots), s.envs) if s.envs > 1 else (len(slots),)
         return values.view(leaf.dtype).reshape(*lead, *leaf.shape)
 
-    def view(self, start: int, stop: int) -> Any:
-        """Live views of time slots [start, stop): `[time, ...]`, or `[time, envs, ...]` with several environments."""
-        s = self._store
+    @property
+    def _all_steps(self) -> range:
+        return range(self._store.lanes * self._store.lane_capacity)
+
+    def view(self, steps: range | None = None) -> Any:
+        """As `TableRows.view`; a copy of all rows where they are only read: torch has no views of such memory."""
+        if self._store.read_only and steps is not None:
+            return None
+        view, shape = self._merged_view(self._all_steps if steps is None else steps), self.env_shape
+        if len(shape) > 1 or shape == (1,):
+            merged = 1 if shape == (1,) else 2
+            view = pytree.map_outermost(view, lambda part: part.reshape(len(part), *shape, *part.shape[merged:]))
+        return pytree.clone(view) if self._store.read_only else view
+
+    def _merged_view(self, steps: range) -> Any:
+        """Live views of time slots: `[time, ...]`, or `[time, envs, ...]` with several environments."""
+        s, start, stop = self._store, steps.start, steps.stop
         lead: tuple[int, ...] = (stop - start,)
-        steps: tuple[int, ...] = (1,)
+        strides: tuple[int, ...] = (1,)
         if s.envs > 1:
-            lead, steps = (*lead, s.envs), (*steps, s.lane_capacity)
+            lead, strides = (*lead, s.envs), (*strides, s.lane_capacity)
         offset = s.rows_offset + start * s.row_stride
-        return self.stored.views(s.memory(), offset, s.row_stride, lead, steps)
+        return self.stored.views(s.memory(), offset, s.row_stride, lead, strides)
 
     def offset(self, path: pytree.KeyPath) -> int | None:
         """Where a leaf lies in the stored rows (bytes); None: there is none, or it lies beside or behind them."""
         leaf = next((leaf for leaf in self.layout.leaves if leaf.path == path), None)
         at = 0 if leaf is None else self.stored.offset(leaf)
         return None if leaf is None or at + leaf.nbytes > self._store.payload_bytes else at
+
+    def bind(self, native: NativeRows) -> None:
+        if self._store.read_only:  # native calls validate what they read themselves
+            native.bind_source(self)
+            return
+        push: Any = self.push
+        if self.ndim > 1:
+            push = functools.partial(_push_envs, self) if self.ndim == 2 else None
+        native.bind(self, push)
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -442,6 +471,20 @@ class PackedRows:
             pieces.append((slice(w - start, w - start + n), memory[:, slot : slot + n, : s.payload_bytes]))
             w += n
         return pieces
+
+
+def _gathered(lanes: Lanes, store: _native.Store, *args: Any) -> Any:
+    """As `Store.gather`, of a moment in which no other process changed rows in place."""
+    return lanes.validated(lambda: store.gather(*args))
+
+
+def _push_envs(rows: PackedRows, *data: Any) -> Any:
+    """As `PackedRows.push`, of steps of several environments."""
+    slots: Any = rows.push(*data)
+    if slots is None:
+        return None
+    slots = expand_slots(slots, rows.lanes.envs)
+    return torch.stack(tuple(from_slots(slots, rows.env_shape)), -1)
 
 
 def _own_sequences(store: _native.Store, offset: int, slots: Tensor) -> Tensor:

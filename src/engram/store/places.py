@@ -170,21 +170,21 @@ class TableSize:
         """Whether a table can be made of it."""
         return self.max_size is not None or self.max_bytes is not None
 
-    def take(self, opened: OpenedTable) -> None:
-        """Takes over the size of a table that was opened as it is."""
+    def take(self, opened: TableRows) -> None:
+        """Takes over the size of rows that were opened as they are."""
         self.ndim, self.lanes = opened.ndim, opened.lanes.store.lanes
         if self.lanes > 1 and not isinstance(self.given_lanes, LaneCount):
             self.given_lanes, self.moves_on = LaneCount(self.lanes), False
         self.max_size = opened.lanes.capacity
 
-    def differences(self, opened: OpenedTable, place: Place) -> list[str]:
-        """What a table that was opened has other than this says."""
+    def differences(self, opened: TableRows, place: Place) -> list[str]:
+        """What rows that were opened have other than this says."""
         lanes, store, found = opened.lanes, opened.lanes.store, []
         most = max(self.lanes, store.lanes) * lanes.envs
         if self.given_size is not None and lanes.capacity not in range(self.given_size, self.given_size + most):
             found.append(f"room for {lanes.capacity} steps, max_size={self.given_size} was asked for")
-        if self.max_size is None:
-            wanted = self.lane_capacity(opened.table.layout, opened.env_shape, place, lanes=store.lanes)
+        if self.max_size is None and opened.layout is not None:
+            wanted = self.lane_capacity(opened.layout, opened.env_shape, place, lanes=store.lanes)
             if store.lane_capacity != wanted:
                 found.append(f"{store.total_bytes} bytes, max_bytes={self.max_bytes} was asked for")
         if self.ndim != opened.ndim:
@@ -278,15 +278,6 @@ class NewTable(NamedTuple):
         return StoreSpec(*spec, observations=self.observations)
 
 
-class OpenedTable(NamedTuple):
-    """A table that was made or opened."""
-
-    lanes: Lanes
-    table: TableRows
-    env_shape: tuple[int, ...]
-    ndim: int
-
-
 def saved_layout(store: _native.Store) -> tuple[StoredLayout, tuple[int, ...], int]:
     """The layout of a store's rows, the shape of its environments, and its ndim; any error: they are damaged."""
     saved = json.loads(store.layout)
@@ -298,10 +289,10 @@ def saved_layout(store: _native.Store) -> tuple[StoredLayout, tuple[int, ...], i
     return stored, inner, ndim
 
 
-def _packed_or_compact(lanes: Lanes, stored: StoredLayout, *, mapped: bool) -> PackedRows:
+def _rows_of(lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int, *, mapped: bool) -> PackedRows:
     if stored.observations is not None:
-        return CompactRows(lanes, stored, mapped=mapped)
-    return PackedRows(lanes, stored.logical, mapped=mapped, stored=stored)
+        return CompactRows(lanes, stored, mapped, env_shape, ndim)
+    return PackedRows(lanes, stored.logical, mapped, env_shape, ndim, stored=stored)
 
 
 class Place(abc.ABC):
@@ -310,12 +301,12 @@ class Place(abc.ABC):
     device = torch.device("cpu")
 
     @abc.abstractmethod
-    def make(self, new: NewTable) -> OpenedTable:
-        """A new table. Raises StorageError, with the numbers, where there is no room for it."""
+    def make(self, new: NewTable) -> TableRows:
+        """The rows of a new table. Raises StorageError, with the numbers, where there is no room for them."""
 
-    def table(self, lanes: Lanes, stored: StoredLayout) -> TableRows:
-        """The table over a store whose rows lie here."""
-        return _packed_or_compact(lanes, stored, mapped=False)
+    def rows(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
+        """Those of a store that lies here."""
+        return _rows_of(lanes, stored, env_shape, ndim, mapped=False)
 
     def bytes_of(self, new: NewTable) -> int:
         """Bytes of a new table, header and rows."""
@@ -329,8 +320,8 @@ class Place(abc.ABC):
         """Whether another process may make the table that this one uses then."""
         return False
 
-    def find_made(self, size: TableSize) -> OpenedTable | None:
-        """The table, where another process has made it."""
+    def find_made(self, size: TableSize) -> TableRows | None:
+        """The rows, where another process has made their store."""
         return None
 
     def making(self) -> AbstractContextManager[object]:
@@ -341,8 +332,12 @@ class Place(abc.ABC):
         """Whether a child that is forked before the first write gets rows of its own."""
         return True
 
-    def shared(self, made: bool) -> Place:
-        """This place, or one like it whose rows processes share. ValueError: there is none, or it is too late."""
+    def shared(self, made: bool, name: str) -> Place:
+        """This place, or one like it whose rows processes share, of a storage of a class of this name.
+
+        Raises:
+            ValueError: there is none, or it is too late.
+        """
         raise ValueError(
             "the rows are in private memory already: make the storage with shared=True, or call share() before its "
             "first write"
@@ -368,6 +363,26 @@ class Place(abc.ABC):
     def sent_arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
         """Those for a process that shares the rows. StorageError: it cannot; the message goes on from the storage's."""
         raise StorageError(f", {NOT_SENT}")
+
+    # ---- rows that the class of a storage keeps ----
+    def keeps_rows(self) -> bool:
+        """Whether they are here, and not in a storage of a user's class."""
+        return True
+
+    def own_state(self) -> dict[str, Any] | None:
+        """What copies have of a storage whose class keeps the rows; None: they are copied otherwise."""
+        return None
+
+    def sent_state(self, name: str) -> dict[str, Any] | None:
+        """As `own_state`, for another process; StorageError: such a storage, of a class of this name, is not sent."""
+        return None
+
+    def take_sent(self, state: dict[str, Any]) -> bool:
+        """In a copy of such a storage, or in that process: takes what these gave; False: there is nothing of it."""
+        return False
+
+    def check_sending(self) -> None:
+        """Called before a storage is sent to another process; an error where it must not be."""
 
     # ---- life ----
     def can_take_back(self) -> bool:
@@ -401,26 +416,24 @@ class PrivateMemory(Place):
         if self._takes_device and tensors:
             self.device = tensors[0].device
 
-    def make(self, new: NewTable) -> OpenedTable:
+    def make(self, new: NewTable) -> TableRows:
         spec = new.spec()
         if self.device.type != "cpu":
             lanes = Lanes.in_memory(spec.lane_capacity, spec.envs)
             log.info("storage on %s: %s", self.device, spec)
-            columns = ColumnarRows.empty(lanes, spec.layout, new.env_shape, self.device)
-            return OpenedTable(lanes, columns, new.env_shape, new.ndim)
+            return ColumnarRows.empty(lanes, spec.layout, new.env_shape, new.ndim, self.device)
         log.info("storage in memory: %s", spec)
         refuse_if_memory_is_short(spec)
-        lanes = Lanes(spec.create(-1))
-        return OpenedTable(lanes, self.table(lanes, spec.stored), new.env_shape, new.ndim)
+        return self.rows(Lanes(spec.create(-1)), spec.stored, new.env_shape, new.ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         if self.device.type == "cpu":
             return super().bytes_of(new)
         return new.lane_capacity * math.prod(new.env_shape) * sum(leaf.nbytes for leaf in new.layout.stored)
 
-    def shared(self, made: bool) -> Place:
+    def shared(self, made: bool, name: str) -> Place:
         if made:
-            super().shared(made)
+            super().shared(made, name)
         if self.device.type != "cpu":
             raise ValueError(f"a storage on {self.device} belongs to one process: sharing needs device='cpu'")
         return SharedMemory()
@@ -442,14 +455,31 @@ class GivenTensors(Place):
     def make(self, new: NewTable) -> NoReturn:
         raise StorageError("the rows of this storage are tensors that were given")
 
-    def shared(self, made: bool) -> Place:
-        raise ValueError(
-            "shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, not "
-            "a TensorStorage"
-        )
+    def shared(self, made: bool, name: str) -> NoReturn:
+        raise not_shared("a TensorStorage")
 
     def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
         return {"storage": self._data, "ndim": size.ndim}
+
+
+class Objects(Place):
+    """Objects of this process, which hold their memory themselves.
+
+    Args:
+        arguments: those of a constructor for a storage like this one, besides its size.
+    """
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+
+    def make(self, new: NewTable) -> NoReturn:
+        raise StorageError("items have no layout that a table could be made for")
+
+    def shared(self, made: bool, name: str) -> NoReturn:
+        raise not_shared(name)
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any] | None:
+        return {"max_size": size.max_size, **self._arguments}
 
 
 class GivenRoom(PrivateMemory):
@@ -459,15 +489,15 @@ class GivenRoom(PrivateMemory):
         super().__init__(device)
         self._data, self._lead = data, lead
 
-    def make(self, new: NewTable) -> OpenedTable:
+    def make(self, new: NewTable) -> TableRows:
         if new.env_shape != self._lead[1:]:
             raise ValueError(
                 f"the batch has environments of shape {list(new.env_shape)}, this storage {list(self._lead[1:])}"
             )
         return super().make(new)
 
-    def shared(self, made: bool) -> Place:
-        return GivenTensors(self._data, self.device).shared(made)
+    def shared(self, made: bool, name: str) -> NoReturn:
+        raise not_shared("a TensorStorage")
 
     def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
         return {"storage": self._data, "ndim": size.ndim}
@@ -479,14 +509,12 @@ class GivenRoom(PrivateMemory):
 class SharedMemory(Place):
     """Memory that other processes see and write, too."""
 
-    def make(self, new: NewTable) -> OpenedTable:
+    def make(self, new: NewTable) -> PackedRows:
         spec = new.spec()
         log.info("storage in shared memory: %s", spec)
-        fd = open_shared_memory(spec)
-        lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
-        return OpenedTable(lanes, self.table(lanes, spec.stored), new.env_shape, new.ndim)
+        return _made_in(open_shared_memory(spec), spec, new, self)
 
-    def shared(self, made: bool) -> Place:
+    def shared(self, made: bool, name: str) -> Place:
         return self
 
     def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
@@ -499,22 +527,20 @@ class SharedMemory(Place):
 class _File(Place):
     """A file that is mapped, so that reading rows may wait for a disk."""
 
-    def table(self, lanes: Lanes, stored: StoredLayout) -> PackedRows:
+    def rows(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
         lanes.store.advise_random()
-        return _packed_or_compact(lanes, stored, mapped=True)
+        return _rows_of(lanes, stored, env_shape, ndim, mapped=True)
 
 
 class TemporaryFile(_File):
     """A file in TMPDIR that goes with the last process that has it open."""
 
-    def make(self, new: NewTable) -> OpenedTable:
+    def make(self, new: NewTable) -> PackedRows:
         spec = new.spec()
         log.info("mapped storage in a temporary file: %s", spec)
-        fd = open_temporary(spec)
-        lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
-        return OpenedTable(lanes, self.table(lanes, spec.stored), new.env_shape, new.ndim)
+        return _made_in(open_temporary(spec), spec, new, self)
 
-    def shared(self, made: bool) -> Place:
+    def shared(self, made: bool, name: str) -> Place:
         return self
 
     def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
@@ -547,7 +573,7 @@ class NamedFile(_File):
         #: Rows that a repair dropped when it was opened.
         self.dropped = 0
 
-    def make(self, new: NewTable) -> OpenedTable:
+    def make(self, new: NewTable) -> PackedRows:
         spec = self._spec(new)
         if create_named(self.folder, spec, _start_header):
             log.info("mapped storage in %s: %s", self.folder, spec)
@@ -563,15 +589,15 @@ class NamedFile(_File):
         """Whether there is a store."""
         return StoreFile.is_in(self.folder)
 
-    def open(self, size: TableSize) -> OpenedTable:
+    def open(self, size: TableSize) -> PackedRows:
         """The store that is there. StorageError: it is damaged, or of another size than was asked for."""
         return self._opened(None, size if size.is_given else None, size.given_lanes)
 
-    def _opened(self, new: NewTable | None, size: TableSize | None, given_lanes: int | LaneCount | None) -> OpenedTable:
+    def _opened(self, new: NewTable | None, size: TableSize | None, given_lanes: int | LaneCount | None) -> PackedRows:
         """Opens the file, whichever process made it; its layout must be the new one, its size the given one."""
         session = StoreSession(self.folder, self._takes_over)
         try:
-            opened = self._table_of(session, new, given_lanes)
+            opened = self._rows_of(session, new, given_lanes)
             differences = [] if size is None else size.differences(opened, self)
             if differences:
                 raise StorageError(
@@ -588,9 +614,7 @@ class NamedFile(_File):
     def _own_folder(self) -> Path | None:
         return self.folder.absolute() if self._makes_folder else None
 
-    def _table_of(
-        self, session: StoreSession, new: NewTable | None, given_lanes: int | LaneCount | None
-    ) -> OpenedTable:
+    def _rows_of(self, session: StoreSession, new: NewTable | None, given_lanes: int | LaneCount | None) -> PackedRows:
         try:
             saved, env_shape, ndim = saved_layout(session.store)
             differences = [] if new is None else new.layout.differences(saved.logical)
@@ -602,18 +626,18 @@ class NamedFile(_File):
             saved.logical.take_form(new.layout)  # which may have a tensorclass, unnamed in the file
             ndim = new.ndim
         lanes = open_lanes(session.store, session.locks, given_lanes, session.on_take, session.on_exclusive)
-        return OpenedTable(lanes, self.table(lanes, saved), env_shape, ndim)
+        return self.rows(lanes, saved, env_shape, ndim)
 
     def awaits_others(self) -> bool:
         return not self._is_closed
 
-    def find_made(self, size: TableSize) -> OpenedTable | None:
+    def find_made(self, size: TableSize) -> PackedRows | None:
         return self.open(size) if not self._is_closed and self.is_made() else None
 
     def is_copied_by_fork(self) -> bool:
         return False
 
-    def shared(self, made: bool) -> Place:
+    def shared(self, made: bool, name: str) -> Place:
         return self
 
     def arguments(self, size: TableSize, made: Lanes | None) -> dict[str, Any]:
@@ -662,6 +686,19 @@ class NamedFile(_File):
         return _remove_store(self._session, self._own_folder(), os.getpid())
 
 
+def _made_in(fd: int, spec: StoreSpec, new: NewTable, place: Place) -> PackedRows:
+    """The rows of a store that is made in an open file, which other processes may open."""
+    lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
+    return place.rows(lanes, spec.stored, new.env_shape, new.ndim)
+
+
+def not_shared(name: str) -> ValueError:
+    """Other processes cannot see the rows of a storage of this kind."""
+    return ValueError(
+        f"shared=True needs LazyTensorStorage or LazyMemmapStorage, whose rows processes can share, not {name}"
+    )
+
+
 def locks_of(lanes: Lanes | None) -> LaneLocks:
     """The locks of a table that processes share. StorageError: there is no table yet."""
     if lanes is None or lanes.locks is None:
@@ -704,7 +741,8 @@ class ObservedFile(_File):
             self._closer()
             raise StorageError(f"{file.path} has no readable layout: {error}") from error
         self.lanes = ObservedLanes(file.store, folder)
-        self.opened = OpenedTable(self.lanes, self.table(self.lanes, stored), env_shape, ndim)
+        #: What is in the store.
+        self.opened = self.rows(self.lanes, stored, env_shape, ndim)
 
     def freeze(self) -> None:
         """Hides the rows that are written from now on; there are none once it is closed."""

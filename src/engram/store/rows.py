@@ -1,10 +1,12 @@
-"""Rows that are read and written, and the tables that keep those of one layout."""
+"""Rows that are read and written, and the contract of what keeps them: the rows of a table, of one kind."""
 
 from __future__ import annotations
 
+import abc
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -12,12 +14,18 @@ from torch import Tensor
 
 from engram import pytree
 from engram._text import warn_user
-from engram.errors import StorageInUseError
+from engram.errors import StorageError, StorageInUseError
 from engram.pytree import KeyPath, to_tensor
-from engram.store.indexing import from_slots
+from engram.store.indexing import Selection, from_slots
 from engram.store.lanes import Lanes
-from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
+from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, StoredLayout
 from engram.store.steps import Steps
+
+if TYPE_CHECKING:
+    from engram.store.observation_shares import ObservationShares
+    from engram.store.packed_rows import NativeRows
+
+NO_STEPS = "nothing to add: the batch has no steps"
 
 
 class Checked(NamedTuple):
@@ -70,49 +78,95 @@ class ItemReader(Protocol):
         """
 
 
-class TableRows(Protocol):
-    """Stored rows of one layout: packed rows, or columns."""
+class TableRows(abc.ABC):
+    """The rows of a table, of one kind: packed, compact, columnar, or items.
 
-    layout: RowLayout
+    What concerns the data of rows is here, and nothing of where they lie or who else uses them, which is the table's
+    and its place's.
+    """
+
+    #: Counters of the rows.
+    lanes: Lanes
+    #: Keys, shapes and dtypes of a row; None: it is not known, or they differ.
+    layout: RowLayout | None = None
+    #: Where leaves lie in rows that are bytes; None: they are no bytes.
+    stored: StoredLayout | None = None
     #: Those that are stored once, and not in the rows; None: none.
-    observations: ObservationKeys | None
+    observations: ObservationKeys | None = None
+    #: Batch dimensions of the data; the last one is time.
+    ndim: int = 1
+    #: Batch dimensions between time and the entries.
+    env_shape: tuple[int, ...] = ()
+    #: Batch dimensions of a stored item: `()` of steps, `(T,)` of whole trajectories of T steps.
+    item_shape: tuple[int, ...] = ()
+    #: What reads items for batches; None: `read` does, which gives a batch.
+    item_reader: ItemReader | None = None
+    #: What makes a batch of what was read; None: it is one.
+    collate: Callable[[Any], Any] | None = None
+    #: How stored rows get room for sequences of their own (`with_sequences`); None: they cannot.
+    widened: Literal["in place", "by a copy"] | None = None
+    #: Whether rows can be written over others out of turn (`prepare_replace`).
+    replaces_rows: bool = True
+    #: Whether `update_if_present` of a buffer can write over rows.
+    replaces_in_place: bool = True
+    #: Of stored rows that are changed in part, by slot: the entries that stay, whatever `overwrite` is given there.
+    kept: Mapping[int, frozenset[KeyPath]] = MappingProxyType({})
 
     @property
-    def stored(self) -> StoredLayout | None:
-        """Where leaves lie in rows that are bytes; None: there are columns."""
-
-    @property
+    @abc.abstractmethod
     def nbytes(self) -> int:
         """Bytes of header and rows, used or not."""
 
-    def fit(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
-        """How many time steps they are, and their data as `append` takes them.
+    @property
+    @abc.abstractmethod
+    def row_bytes(self) -> int:
+        """Bytes that a row takes in a batch."""
 
-        Args:
-            extra: a key at the root, and what the rows also store there.
+    # ---- writing ----
+    @abc.abstractmethod
+    def fit(self, steps: Steps) -> Checked:
+        """As `check` of a storage."""
 
-        Raises:
-            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
+    @abc.abstractmethod
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        """As `append` of a storage."""
+
+    @abc.abstractmethod
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """As `replace` of a storage, in two steps: what may fail for want of memory is done here, what is returned
+        writes.
         """
 
-    def fit_rows(self, rows: Any) -> tuple[int, Any]:
-        """As `fit`, of rows [n, ...] for `overwrite`, whatever environments they are of."""
+    @abc.abstractmethod
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        """As `overwrite` of a storage; the index that steps store, if any, is that of their slots."""
 
-    def append(self, data: Any, most: int | None = None) -> Tensor | int:
-        """Writes a checked batch (`most`: only its first steps) behind the newest row of this process's lane.
+    def overwrite_one(self, slots: Tensor, steps: Steps) -> bool:
+        """As `overwrite`, of the step that an index means which is an int; False: that is nothing else here."""
+        return False
 
-        Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
-        """
+    @abc.abstractmethod
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        """Whether the data are one step, to be written at every index; with `env_dims` one of all environments."""
 
-    def overwrite(self, slots: Tensor, data: Any) -> None:
-        """Writes checked rows over rows that exist."""
+    @abc.abstractmethod
+    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
+        """Data for the n rows, or time steps, of an index of this shape: one step is repeated."""
 
-    def prepare_overwrite(self, slots: Tensor, data: Any, rows: Tensor, first: int) -> Callable[[], None]:
-        """As `overwrite`, of `rows` (int64 [n]) of a checked batch, in two steps: what is returned writes.
+    def as_batch(self, items: Any, time_dim: int) -> Any:
+        """A list that is written, as a batch where rows have one layout."""
+        return pytree.stack(items, time_dim) if type(items) is list else items
 
-        Row i of the batch gets the sequence `first + i`.
-        """
+    def with_sequences(self) -> TableRows:
+        """The same rows with room for their own sequences; where they are copied, these replace them in the table."""
+        raise StorageError("these rows get no room for sequences of their own")
 
+    def limit(self, max_size: int) -> None:
+        """Gives room for so many steps to rows that have none, and no limit."""
+        raise ValueError(f"capacity={max_size}, but the storage has max_size=None; give one of them")
+
+    # ---- reading ----
+    @abc.abstractmethod
     def read(
         self,
         slots: Tensor,
@@ -129,14 +183,26 @@ class TableRows(Protocol):
             sequences: also return each row's sequence.
         """
 
-    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
+    def of_selection(self, rows: Rows, selection: Selection) -> Rows:
+        """Rows that `read` gave, as `get` returns those of an index."""
+        return rows
+
+    @abc.abstractmethod
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        """As `leaf` of a storage."""
+
+    @abc.abstractmethod
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at time slots: [n, *envs, ...]."""
 
-    def view(self, start: int, stop: int) -> Any:
-        """Live views of time slots [start, stop); None: there are none."""
+    @abc.abstractmethod
+    def view(self, steps: range | None = None) -> Any:
+        """A live view of these time slots, or of all; None: there is none."""
 
+    # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, payload bytes]: packed rows with these sequences, copied."""
+        raise NotImplementedError(f"{type(self).__name__} are saved one by one")
 
     def block_writer(self, bases: list[int]) -> Callable[[int, int, np.ndarray[Any, Any]], None]:
         """Writes packed rows of a lane from a sequence on, visible when the counters are set.
@@ -146,6 +212,196 @@ class TableRows(Protocol):
 
         What is returned raises a StorageError where the disk fails; several threads may call it, in any order of rows.
         """
+        raise NotImplementedError(f"{type(self).__name__} are saved one by one")
+
+    def observation_shares(self) -> ObservationShares | None:
+        """What the rows are made of, where observations are stored once; None: rows are whole."""
+        return None
+
+    # ---- life ----
+    def take_mutex(self, mutex: Any) -> None:
+        """Takes the mutex that writers hold."""
+        self.lanes.mutex = mutex
+
+    def bind(self, native: NativeRows) -> None:
+        """Lets native calls use the rows, as far as they can."""
+        native.unbind()
+
+    def clear(self, reset_count: bool = True) -> None:
+        """Forgets every row; the caller uses them alone."""
+        self.lanes.store.empty(reset_count)
+
+
+class NoRows(TableRows):
+    """Stands where there are no rows that could be read or written.
+
+    Args:
+        lanes: count none.
+        refusal: the error of the method of a storage with this name.
+    """
+
+    nbytes = row_bytes = 0
+
+    def __init__(self, lanes: Lanes, refusal: Callable[[str], Exception]) -> None:
+        self.lanes, self._refusal = lanes, refusal
+
+    def fit(self, steps: Steps) -> Checked:
+        raise self._refusal("check")
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        raise self._refusal("append")
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        raise self._refusal("replace")
+
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        raise self._refusal("overwrite")
+
+    def read(self, slots: Tensor, *how: Any) -> Rows:
+        raise self._refusal("read")
+
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        raise self._refusal("column")
+
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        """None: steps have no leaves."""
+        return None
+
+    def view(self, steps: range | None = None) -> Any:
+        """None: there is nothing to see."""
+        return None
+
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        """False: nothing says what one step is."""
+        return False
+
+    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
+        return pytree.expand(items, 1) if shape == () else items
+
+
+class LayoutRows(TableRows):
+    """Rows of one layout: what packed rows and columns have in common.
+
+    Args:
+        env_shape: the shape of the environments of a step.
+        ndim: batch dimensions of the data.
+    """
+
+    layout: RowLayout
+
+    def __init__(self, lanes: Lanes, layout: RowLayout, env_shape: tuple[int, ...], ndim: int) -> None:
+        self.lanes, self.layout, self.env_shape, self.ndim = lanes, layout, env_shape, ndim
+        self.item_shape = layout.within
+        self._own_index = OwnIndex(lanes, layout.within, env_shape, ndim)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.layout.leaves)
+
+    # ---- writing ----
+    @abc.abstractmethod
+    def plan(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
+        """How many time steps they are, and their data as `append_plan` takes them.
+
+        Args:
+            extra: a key at the root, and what the rows also store there.
+
+        Raises:
+            ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
+        """
+
+    @abc.abstractmethod
+    def plan_rows(self, rows: Any) -> tuple[int, Any]:
+        """As `plan`, of rows [n, ...] for `overwrite_plan`, whatever environments they are of."""
+
+    @abc.abstractmethod
+    def append_plan(self, plan: Any, most: int | None = None) -> Tensor | int:
+        """Writes checked data (`most`: only their first steps) behind the newest row of this process's lane.
+
+        Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
+        """
+
+    @abc.abstractmethod
+    def overwrite_plan(self, slots: Tensor, plan: Any) -> None:
+        """Writes checked rows over rows that exist."""
+
+    @abc.abstractmethod
+    def prepare_overwrite(self, slots: Tensor, plan: Any, rows: Tensor, first: int) -> Callable[[], None]:
+        """As `overwrite_plan`, of `rows` (int64 [n]) of checked data, in two steps: what is returned writes.
+
+        Row i of the data gets the sequence `first + i`.
+        """
+
+    def fit(self, steps: Steps) -> Checked:
+        merged, extra = steps, None
+        if steps.lead > 1:
+            merged = steps.with_one_env_dim()
+            self.check_envs(steps)
+        if steps.index_key is not None and (steps.index_key,) in self.layout.paths:
+            extra = steps.index_key, self._own_index.of(merged)
+        count, plan = self.plan(merged, extra)
+        if not count:
+            raise ValueError(NO_STEPS)
+        return Checked(count, plan)
+
+    def check_envs(self, steps: Steps) -> None:
+        """A ValueError where steps are of other environments."""
+        if steps.env_shape != self.env_shape:
+            raise ValueError(
+                f"the batch has environments of shape {list(steps.env_shape)}, this storage {list(self.env_shape)}"
+            )
+
+    def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        slots, envs = self.append_plan(checked.data, most), self.lanes.envs
+        return slots if envs == 1 else expand_slots(slots, envs)
+
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        first = self.lanes.reserve_sequences(checked.steps)
+        return self.prepare_overwrite(slots, checked.data, rows, first)
+
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        """As `overwrite` of a storage, whatever environments it has; one step is repeated."""
+        n, items, key = len(slots), steps.items, steps.index_key
+        if self.is_single(items):
+            items = pytree.expand(items, n)
+        if self.kept:
+            items = _with_kept(self.read(slots).batch, items, self.kept.get(int(slots[0]), frozenset()))
+        if key is not None and (key,) in self.layout.paths:
+            _check_count(n, Steps(items).times)
+            items = pytree.with_entry(items, key, self._own_index.of_slots(slots))
+        count, plan = self.plan_rows(items)
+        _check_count(n, count)
+        self.overwrite_plan(slots, plan)
+
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        leaf = self.layout.leaves[0]
+        value = pytree.get_entry(items, leaf.path)
+        if value is None:
+            return False  # an error when the rows are checked
+        return np.ndim(value) == env_dims + len(leaf.shape)
+
+    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
+        return each_of_steps(self, items, shape, n, env_dims)
+
+    # ---- reading ----
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        return next((leaf for leaf in self.layout.leaves if leaf.path == path), None)
+
+
+def each_of_steps(rows: TableRows, items: Any, shape: tuple[int, ...], n: int, env_dims: int) -> Any:
+    """As `TableRows.each`, of steps that come as a batch."""
+    if rows.is_single(items, env_dims):
+        return pytree.expand(items, n)
+    dims = len(shape)
+    if dims < 2:
+        return items
+    leaves = pytree.describe(items, 0)[1]
+    given = tuple(pytree.shape_of(leaves[0][1]))[:dims] if leaves else ()
+    if given != shape:
+        raise ValueError(
+            f"the index means steps of shape {list(shape)}, the data have {list(given)}; nothing was written"
+        )
+    return pytree.flatten_dims(items, 0, dims - 1)
 
 
 class OwnIndex:
@@ -203,7 +459,7 @@ def warn_of_items(batch: Any) -> None:
     )
 
 
-def with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
+def _with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
     """Rows that are written over others, with the entries that these keep; of another form they stay as they are."""
     root, entries = pytree.describe(stored, 1)
     given = dict(pytree.describe(items, 1)[1])
@@ -215,6 +471,6 @@ def with_kept(stored: Any, items: Any, kept: frozenset[KeyPath]) -> Any:
     return pytree.unflatten(root, leaves, lead, stored.device if pytree.has_batch_size(stored) else None)
 
 
-def check_count(indexed: int, given: int) -> None:
+def _check_count(indexed: int, given: int) -> None:
     if given != indexed:
         raise ValueError(f"{indexed} steps are indexed, the data have {given}; nothing was written")

@@ -14,7 +14,7 @@ from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 
 if TYPE_CHECKING:
-    from engram.store.items import ItemTable
+    from engram.store.items import ItemRows
 
 
 class ChangeTracker:
@@ -178,14 +178,14 @@ class ColumnSnapshot(ChangeTracker):
 
 
 class ItemSnapshot(ChangeTracker):
-    """The ItemSource of a save: the items of a table, which replaces its items and never changes them."""
+    """The ItemSource of a save: items, which are replaced and never changed."""
 
     left_out = 0
 
-    def __init__(self, table: ItemTable) -> None:
-        super().__init__(table.lanes)
-        self._counters = copy.deepcopy(table.counters())
-        self._items, self._sequences = table.items(), table.sequences()
+    def __init__(self, rows: ItemRows) -> None:
+        super().__init__(rows.lanes)
+        self._counters = copy.deepcopy(rows.counters())
+        self._items, self._sequences = rows.items(), rows.sequences()
 
     def items(self) -> list[Any]:
         return self._items

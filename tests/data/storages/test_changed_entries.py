@@ -102,7 +102,7 @@ def steps(mixin, n):
 
 def stored(rb, key):
     """An entry of all rows as they are stored, past the methods of a child."""
-    rows = rb.storage.access.table.read(torch.arange(len(rb))).batch
+    rows = rb.storage.access.table.rows.read(torch.arange(len(rb))).batch
     return torch.stack([row[key] for row in rows]) if isinstance(rows, list) else rows[key]
 
 

@@ -281,7 +281,8 @@ def test_changing_what_came_in_or_was_handed_out_changes_nothing_that_is_stored(
     rb = ReplayBuffer(storage=ListStorage(10), batch_size=4, collate_fn=lambda items: items)
     given = [{"a": torch.full((2,), float(i))} for i in range(4)]
     rb.extend(given)
-    for item in [*given, rb[0], rb[-1], *rb[:], *rb.sample(), *rb.storage._storage, *rb.storage._held_table.items()]:
+    handed_out = [rb[0], rb[-1], *rb[:], *rb.sample(), *rb.storage._storage, *rb.storage._held_table.rows.items()]
+    for item in [*given, *handed_out]:
         item["a"].zero_()
         item["b"] = 1
     stacked = ReplayBuffer(storage=rb.storage, batch_size=4)
@@ -373,7 +374,7 @@ def test_bad_arguments_of_the_native_rows_are_errors() -> None:
     reader = _native.ItemReader(store, codec, ROW)
     given, index = [{"a": torch.ones(2)}], Indexed(torch.zeros(2), torch.zeros((), dtype=torch.int64), batch_size=[])
     own = PackedItems(index._tensordict, Lanes.in_memory(10))
-    rows.table.append(plan)
+    rows.rows.append_plan(plan)
     for error, call in (
         (IndexError, lambda: reader.item(5000)),
         (IndexError, lambda: reader.item(1 << 60)),
@@ -425,7 +426,7 @@ def test_rows_without_a_limit_take_memory_as_they_are_written() -> None:
     for first in range(0, 40_000, 500):
         rb.extend([{"a": torch.full((3,), i), "b": torch.tensor(-i)} for i in range(first, first + 500)])
     assert packed(rb.storage) == len(rb) == 40_000
-    store = rb.storage._held_table.by_slot.packed._store
+    store = rb.storage._held_table.rows.by_slot.packed._store
     assert rb.storage.nbytes == 40_000 * 32 and 40_000 <= store.room < 100_000
     assert all(rb[i]["a"].tolist() == [i] * 3 and rb[i]["b"] == -i for i in (0, 1, 499, 500, 20_000, 39_999))
     with pytest.raises(IndexError):

@@ -95,7 +95,7 @@ def test_observer_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
 
 def test_no_native_call_writes_to_its_map(job: ReplayBuffer, tmp_path: Path) -> None:
     store = observer(tmp_path).storage.lanes.store
-    _, plan = job.storage._held_table.rows.fit(Steps(steps(0, 1)))
+    _, plan = job.storage._held_table.rows.plan(Steps(steps(0, 1)))
     for write in (
         lambda: store.append(0, plan), lambda: store.overwrite(torch.tensor([0]), plan), store.repair, store.recover,
         lambda: _native.testing.claim(store, 0, 1), lambda: _native.testing.publish(store, 0, 20, 1),

@@ -1,4 +1,4 @@
-"""All behaviour of storages is in one class: what differs between them is the table that they hold."""
+"""All behaviour of storages is in one class: what differs between them is their place, and their rows."""
 
 import inspect
 
@@ -6,7 +6,7 @@ from engram.data import LazyMemmapStorage, LazyTensorStorage, Storage, StorageEn
 
 # A storage of storages hands out members where others hand out rows.
 OF_MEMBERS = {"__getitem__", "attach", "contains", "get", "register_load_hook", "register_save_hook", "set", "__repr__"}
-OF_MEMBERS |= {"_after_fork", "_copy_form"}
+OF_MEMBERS |= {"_after_fork", "_copy_form", "__len__", "_is_full", "initialized", "release"}
 
 
 def children(kind: type) -> list[type]:

@@ -129,13 +129,13 @@ def test_a_list_of_many_writers_is_saved_with_every_item_and_every_seam(tmp_path
     for b in (rb, twin):
         first = max(0, last - (capacity or last))
         assert sorted(b[:]) == list(range(first, last))
-        assert b.storage._held_table.items() == sorted(b[:]), "oldest first"
+        assert b.storage._held_table.rows.items() == sorted(b[:]), "oldest first"
         seams, there = b.storage.lanes.states()[0]["seams"], b.storage.lanes.states()[0]["published"]
         assert seams == list(range(there - (last - first) + 2, there + 1, 2))
         b.extend([last, last + 1])
         assert (
-            b.storage._held_table.items()[-3:] == [last - 1, last, last + 1]
-            and sorted(b[:]) == b.storage._held_table.items()
+            b.storage._held_table.rows.items()[-3:] == [last - 1, last, last + 1]
+            and sorted(b[:]) == b.storage._held_table.rows.items()
         )
 
 

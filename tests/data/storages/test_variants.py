@@ -22,7 +22,9 @@ from engram.data import (
     TensorStorage,
 )
 from engram.data.replay_buffers.state.items import SavedItems
-from engram.store.items import ItemTable
+from engram.store.items import ItemRows
+from engram.store.places import Objects, TableSize
+from engram.store.table import Table
 from engram.testing import StorageContract, numbers, steps
 
 
@@ -154,7 +156,7 @@ def kinds(rb):
     return {id(item) for item in list.__iter__(rb.storage._storage)}
 
 
-class UnpackedTable(ItemTable):
+class UnpackedRows(ItemRows):
     def _as_rows(self, *args):
         return None
 
@@ -163,8 +165,9 @@ class Unpacked(ListStorage):
     """As where an item of another form came first: batches are kept as they are."""
 
     def __init__(self, max_size):
-        table = UnpackedTable(max_size)
-        self._hold(table, None, functools.partial(SavedItems, table=table))
+        rows = UnpackedRows(max_size)
+        table = Table(TableSize(max_size, None, 1, None), Objects({}), rows)
+        self._hold(table, None, functools.partial(SavedItems, rows=rows))
 
 
 @pytest.mark.parametrize("storage", [ListStorage, Unpacked])

@@ -227,7 +227,7 @@ class TestOfAStoreThatIsReopened:
         native = rb.storage.lanes.store
         # Just before the rows are written: the sequences are taken, whatever happens.
         plan = rb.storage.check(ranked(9), False, 0, "index", torch.tensor([1]))
-        write = rb.storage.access.table.prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
+        write = rb.storage.access.table.rows.prepare_replace(plan, torch.tensor([0]), torch.tensor([1]))
         shutil.copytree(path / "killed", path / "before")
         write()
         shutil.copytree(path / "killed", path / "after")
@@ -504,14 +504,14 @@ def _fills_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loses_them_in_place(patch: pytest.MonkeyPatch) -> None:
-    overwrite = PackedRows.overwrite
+    overwrite = PackedRows.overwrite_plan
 
     def lost(self: PackedRows, slots: Any, plan: Any, rows: Any = None) -> None:
         self.prepare_overwrite(slots, plan, torch.arange(len(slots)), 0)() if rows is None else overwrite(
             self, slots, plan, rows
         )
 
-    patch.setattr(PackedRows, "overwrite", lost)
+    patch.setattr(PackedRows, "overwrite_plan", lost)
 
 
 def _copies_without_counters(patch: pytest.MonkeyPatch) -> None:

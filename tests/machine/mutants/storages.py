@@ -10,19 +10,19 @@ from torch import Tensor
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, Storage
 from engram.data.replay_buffers.state.rows import StoredRows
 from engram.store.columnar_rows import ColumnarRows
-from engram.store.items import ItemTable
-from engram.store.lazy_table import LazyTable
+from engram.store.items import ItemRows
 from engram.store.packed_rows import PackedRows
+from engram.store.rows import LayoutRows
 from machine.mutants.base import Mutant, Patch, around
 
 
-def next_row(read: Any, table: PackedRows | ItemTable, slots: Tensor, *rest: Any) -> Any:
+def next_row(read: Any, table: PackedRows | ItemRows, slots: Tensor, *rest: Any) -> Any:
     """Reads the row behind the one that was asked for."""
     return read((slots + table.lanes.envs) % max(len(table.lanes), 1), *rest)
 
 
 def next_row_of_columns(read: Any, table: ColumnarRows, slots: Tensor, *rest: Any) -> Any:
-    return read((slots + table._lanes.envs) % max(len(table._lanes), 1), *rest)
+    return read((slots + table.lanes.envs) % max(len(table.lanes), 1), *rest)
 
 
 def last_row_before_the_wrap_is_lost(append: Any, storage: Storage, checked: Any) -> Any:
@@ -34,8 +34,8 @@ def last_row_before_the_wrap_is_lost(append: Any, storage: Storage, checked: Any
     return slots
 
 
-def replaces_the_next(overwrite: Any, table: LazyTable, slots: Tensor, *rest: Any) -> Any:
-    return overwrite((slots + 1) % table.count(), *rest)
+def replaces_the_next(overwrite: Any, table: LayoutRows, slots: Tensor, *rest: Any) -> Any:
+    return overwrite((slots + 1) % len(table.lanes), *rest)
 
 
 def oldest_is_not_saved(counters: Any, rows: StoredRows) -> Any:
@@ -45,7 +45,7 @@ def oldest_is_not_saved(counters: Any, rows: StoredRows) -> Any:
     return saved
 
 
-def rolled_when_saved(items: Any, table: ItemTable) -> Any:
+def rolled_when_saved(items: Any, table: ItemRows) -> Any:
     saved = items()
     return saved[1:] + saved[:1]
 
@@ -67,20 +67,18 @@ def opened_one_row_short(patch: Patch) -> None:
 
 
 STORAGE_MUTANTS = {
-    "a list that reads the next row": Mutant(around(ItemTable, "_read", next_row), storage="list"),
+    "a list that reads the next row": Mutant(around(ItemRows, "_read", next_row), storage="list"),
     "a list that loses the last row before the wrap": Mutant(
         around(ListStorage, "append", last_row_before_the_wrap_is_lost), storage="list"
     ),
-    "a list that is saved from its second row on": Mutant(
-        around(ItemTable, "items", rolled_when_saved), storage="list"
-    ),
+    "a list that is saved from its second row on": Mutant(around(ItemRows, "items", rolled_when_saved), storage="list"),
     "memory that reads the next row": Mutant(around(PackedRows, "read", next_row)),
     "memory that reads the next row of environments": Mutant(around(PackedRows, "read", next_row), envs=2),
     "memory that loses the last row before the wrap": Mutant(
         around(LazyTensorStorage, "append", last_row_before_the_wrap_is_lost)
     ),
     "shared memory that replaces the next row": Mutant(
-        around(LazyTable, "overwrite", replaces_the_next), storage="shared"
+        around(LayoutRows, "overwrite", replaces_the_next), storage="shared"
     ),
     "a temporary file whose oldest row is not saved": Mutant(
         around(StoredRows, "counters", oldest_is_not_saved), storage="temporary"
@@ -90,5 +88,5 @@ STORAGE_MUTANTS = {
     ),
     "a named file that is opened one row short": Mutant(opened_one_row_short, storage="named"),
     "tensors that are read one further": Mutant(around(ColumnarRows, "read", next_row_of_columns), storage="tensors"),
-    "tensors that replace the next row": Mutant(around(LazyTable, "overwrite", replaces_the_next), storage="tensors"),
+    "tensors that replace the next row": Mutant(around(LayoutRows, "overwrite", replaces_the_next), storage="tensors"),
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 from engram._native import FIRST_REPLACED
 from engram.data import ImmutableDatasetWriter, RoundRobinWriter, Storage, TensorDictMaxValueWriter
 from engram.store.columnar_rows import ColumnarRows
-from engram.store.items import ItemTable
+from engram.store.items import ItemRows
 from engram.store.lanes import Lanes
 from engram.store.packed_rows import PackedRows
 from engram.store.rows import OwnIndex
@@ -64,7 +64,7 @@ def no_sequences(prepare: Any, table: Any, slots: Tensor, plan: Any, rows: Tenso
     return prepare(slots, plan, rows, 0)
 
 
-def keeps_sequences(append: Any, table: ItemTable, data: Any, *most: Any) -> Any:
+def keeps_sequences(append: Any, table: ItemRows, data: Any, *most: Any) -> Any:
     before = dict(table._sequences)
     slots = append()
     table._sequences.update(before)
@@ -103,7 +103,7 @@ WRITER_MUTANTS = {
         around(Lanes, "reserve_sequences", lambda reserve, lanes, n: FIRST_REPLACED), writers=("best",)
     ),
     "sequences that stay when a row is appended over theirs": Mutant(
-        around(ItemTable, "append", keeps_sequences), storage="list", writers=("best", "with index")
+        around(ItemRows, "append", keeps_sequences), storage="list", writers=("best", "with index")
     ),
     "a heap that writes beside the lowest": Mutant(
         around(TensorDictMaxValueWriter, "_store", writes_beside_the_lowest), writers=("best",)

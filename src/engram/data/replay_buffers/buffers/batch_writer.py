@@ -82,7 +82,7 @@ class GivenPriorities:
         """Gives written steps their priorities. Slot -1: the writer refused the step."""
         at = to_tensor(slots).reshape(-1)
         # Of an item's priorities, one would be made of those of items that are gone.
-        if self._storage.access.table.item_shape:
+        if self._storage.access.table.rows.item_shape:
             last = torch.tensor(list({slot: i for i, slot in enumerate(at.tolist())}.values()), device="cpu")
             at, priorities = at[last], priorities[last]
         given = ~priorities.isnan() & (at >= 0)
@@ -219,7 +219,7 @@ class BatchWriter:
 
     def as_batch(self, items: list[Any], time_dim: int) -> Any:
         """A list of items as one batch; storages of items take the list."""
-        return self._storage.access.table.as_batch(items, time_dim)
+        return self._storage.access.table.rows.as_batch(items, time_dim)
 
     def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
         transform, storage = self.transform, self._storage

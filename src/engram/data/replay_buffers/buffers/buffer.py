@@ -1243,7 +1243,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         def parts() -> tuple[Any, tuple[Any, ...]]:
             return _copied, (type(self), self.__getstate__(), copy.deepcopy(self._saved_form.states()))
 
-        is_pickled = not self._storage.access.table.has_path
+        is_pickled = not self._storage.access.table.place.opens_path()
         return CopyForm(self._parts.held_still, parts, is_pickled, check_sending=self._check_sending)
 
     def _check_sending(self) -> None:

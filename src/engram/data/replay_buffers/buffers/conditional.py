@@ -31,7 +31,7 @@ from engram.pytree import (
     unstack,
 )
 from engram.store.indexing import last_of_each, stored_generations
-from engram.store.table import Table
+from engram.store.rows import TableRows
 
 
 class UpdateResult(NamedTuple):
@@ -138,7 +138,7 @@ def write_if_present(
         ValueError, TypeError: an entry of the patch does not fit the rows. Nothing was written.
     """
     n, access = len(slots), storage.access
-    source: Storage | Table = storage if access.writes_as_read else access.table
+    source: Storage | TableRows = storage if access.writes_as_read else access.table.rows
     change = _ItemPatch(patch, n) if access.item_reader is not None else _RowPatch(source, patch, n, index_key)
     present = (stored_generations(storage.lanes, slots) == generation) & (generation >= 0)
     if (lanes := storage.lanes) is not None and (removed := lanes.store.removed(slots.clamp(min=0))):
@@ -172,7 +172,7 @@ class _RowPatch:
         KeyError, ValueError, TypeError: an entry is not one of the rows, or does not fit.
     """
 
-    def __init__(self, storage: Storage | Table, patch: Any, n: int, index_key: str | None) -> None:
+    def __init__(self, storage: Storage | TableRows, patch: Any, n: int, index_key: str | None) -> None:
         self._patch, self._n, self._entries = patch, n, dict[KeyPath, Tensor]()
         self.is_whole = True
         if not has_keys(patch):
@@ -248,7 +248,7 @@ def kept_entries(
     return dict.fromkeys(slots.tolist(), paths - changed[0])
 
 
-def _checked_entry(storage: Storage | Table, path: KeyPath, value: Any, n: int) -> Tensor:
+def _checked_entry(storage: Storage | TableRows, path: KeyPath, value: Any, n: int) -> Tensor:
     leaf, tensor = storage.leaf(path), as_tensor(value, path)
     if leaf is None:
         raise KeyError(f"the stored steps have no {format_key(path)}; a patch changes entries that are there")
@@ -288,7 +288,7 @@ def _item_with(item: Any, entries: Any) -> Any:
 
 
 # ---- versions ----
-def _new_enough(storage: Storage | Table, slots: Tensor, present: Tensor, version: Version) -> Tensor:
+def _new_enough(storage: Storage | TableRows, slots: Tensor, present: Tensor, version: Version) -> Tensor:
     """bool [n]: whose version is not older (newer, where that is required) than that of the step as it is by then."""
     accepted = torch.zeros(len(slots), dtype=torch.bool, device="cpu")
     positions = present.nonzero().flatten()

@@ -121,8 +121,8 @@ class BufferParts(StorageUser):
             collate_fn: instead of this buffer's own; None for that.
         """
         if collate_fn is None:
-            collate_fn = self.settings.collate_fn or storage.access.table.collate
-        if collate_fn is torch.stack and storage.access.table.collate is collate_items:
+            collate_fn = self.settings.collate_fn or storage.access.table.rows.collate
+        if collate_fn is torch.stack and storage.access.table.rows.collate is collate_items:
             collate_fn = collate_items  # of tensors and TensorDicts the same, which rows can be gathered for at once
         if user_object(sampler) is user_object(self.sampler):
             sampler = self.sampler  # whose lock all draws of a user's own sampler take

@@ -12,7 +12,6 @@ from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
 from engram.store.observation_shares import ObservationShares
-from engram.store.packed_rows import PackedRows
 from engram.store.writers import WriterShare, writer_shares
 
 _COUNTED_IN_REPR = 1 << 20  # rows: `repr` reads the flags of no more to count episodes
@@ -94,8 +93,7 @@ def count_steps(storage: Storage, sampler: Sampler, index: EpisodeIndex) -> Step
 
 def observation_shares_of(storage: Storage) -> ObservationShares | None:
     """What the rows of a storage are made of that keeps observations once; None: it keeps whole rows."""
-    rows = storage.access.table.rows
-    return storage.access.validated(rows.observation_shares) if isinstance(rows, PackedRows) else None
+    return storage.access.validated(storage.access.table.rows.observation_shares)
 
 
 def writers_of(storage: Storage) -> tuple[WriterShare, ...]:

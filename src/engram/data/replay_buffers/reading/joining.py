@@ -55,10 +55,10 @@ def stack_batches(batches: list[Any]) -> Any:
         return lazy_stack(batches)
 
 
-def joint_tables(storages: list[Storage]) -> list[PackedRows] | None:
-    """The tables of storages whose rows can be read into one batch; None: they cannot."""
-    tables = [table for storage in storages if (table := storage.native.read) is not None]
-    return tables if len(tables) == len(storages) and all(map(tables[0].same_rows, tables)) else None
+def joint_rows(storages: list[Storage]) -> list[PackedRows] | None:
+    """The rows of storages, where they can be read into one batch; None: they cannot."""
+    joint = [rows for storage in storages if (rows := storage.native.read) is not None]
+    return joint if len(joint) == len(storages) and all(map(joint[0].same_rows, joint)) else None
 
 
 def joint_transform(storage: Storage, transforms: Sequence[Compose]) -> Compose | None:

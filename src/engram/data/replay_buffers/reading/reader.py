@@ -15,7 +15,7 @@ from torch import Tensor
 import engram._native as _native
 from engram._system import free_memory, human_bytes
 from engram.data.replay_buffers.reading.joining import (
-    joint_tables,
+    joint_rows,
     joint_transform,
     put_index,
     stack_batches,
@@ -129,7 +129,7 @@ class Member:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row in a batch, with its index and info; of lists on average."""
-        return _DRAWN_BYTES + self.storage.access.table.row_bytes
+        return _DRAWN_BYTES + self.storage.access.table.rows.row_bytes
 
     def entries(self, index: Any, info: dict[str, Any]) -> dict[str, Any]:
         """What batches get at their root."""
@@ -444,13 +444,13 @@ class BatchReader:
         sources = [member.storage.native.source for member in self.members]
         before, joint = self._joint_sources
         if sources != before:
-            joint = sources if None not in sources and self._tables(self.members) is not None else None
+            joint = sources if None not in sources and self._joint_rows(self.members) is not None else None
             self._joint_sources = sources, joint
         return joint
 
     @staticmethod
-    def _tables(members: Sequence[Member]) -> list[PackedRows] | None:
-        return joint_tables([member.storage for member in members])
+    def _joint_rows(members: Sequence[Member]) -> list[PackedRows] | None:
+        return joint_rows([member.storage for member in members])
 
     def _transforms(self) -> bool:
         """Whether there are any transforms, of members or of whole batches."""
@@ -692,8 +692,8 @@ class BatchReader:
         index, buffer_ids = index_and_ids
         info = joined([draw.info for draw in draws])
         extra = members[0].entries(index, info) if self._attaches else {}
-        tables = self._tables(members)
-        if tables is None or any(member.removed(draw.slots) for member, draw in zip(members, draws, strict=True)):
+        rows = self._joint_rows(members)
+        if rows is None or any(member.removed(draw.slots) for member, draw in zip(members, draws, strict=True)):
             return None  # each member draws anew what was removed
         shape = tuple(index.shape)
         entries_of_parts: list[Any] | None = None
@@ -706,7 +706,7 @@ class BatchReader:
                 ]
         if joint is None:
             extra.pop("index", None)
-        read = tables[0].read_many(tables[1:], index, shape, extra or None, generations, entries_of_parts)
+        read = rows[0].read_many(rows[1:], index, shape, extra or None, generations, entries_of_parts)
         batch, generation = read.batch, read.sequences
         if read.overwritten is not None or read.absent is not None:
             return None  # rows that are gone are drawn anew by their own member

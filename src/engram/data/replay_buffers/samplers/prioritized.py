@@ -254,7 +254,7 @@ class PriorityTable(RunSource):
         where, lanes = self._stored_in(storage)
         if (
             type(index) in _ARRAYS and type(priority) in _ARRAYS and where.ndim == 1
-            and (generation is None or lanes.own_sequences is None) and not where.access.table.item_shape
+            and (generation is None or lanes.own_sequences is None) and not where.access.table.rows.item_shape
             and self.following(where, lanes).set(lanes.store, index, priority, generation)
         ):  # fmt: skip
             return
@@ -271,7 +271,7 @@ class PriorityTable(RunSource):
                 raise ValueError(
                     f"{len(slots)} steps are indexed, {len(generation)} generations given; nothing was changed"
                 )
-        if where.access.table.item_shape:
+        if where.access.table.rows.item_shape:
             slots, p, generation = _one_for_each_item(slots, p, generation, self.reduction)
         if generation is not None:
             generation = lanes.counted(slots, generation).contiguous()

@@ -18,7 +18,7 @@ from engram.store.counters import Counters, check_sequences
 from engram.store.views import ItemSnapshot
 
 if TYPE_CHECKING:
-    from engram.store.items import ItemTable
+    from engram.store.items import ItemRows
 
 
 class StepsAsItems:
@@ -97,18 +97,18 @@ class StepsAsItems:
 class ItemLoad:
     """The ItemSink of a storage of items: saved ones replace all that it has."""
 
-    def __init__(self, storage: SavableStorage, table: ItemTable) -> None:
-        self._storage, self._table = storage, table
+    def __init__(self, storage: SavableStorage, rows: ItemRows) -> None:
+        self._storage, self._rows = storage, rows
 
     def __len__(self) -> int:
         return len(self._storage)
 
     def check_restore(self, counters: dict[str, Any]) -> None:
-        check_room(self._table.max_size, counters)
+        check_room(self._rows.max_size, counters)
 
     def restore_items(self, items: list[Any], counters: dict[str, Any], sequences: list[int]) -> None:
         self.check_restore(counters)
-        self._table.restore(items, counters, sequences)
+        self._rows.restore(items, counters, sequences)
 
     def abort_restore(self) -> None:
         self._storage.empty()
@@ -139,36 +139,36 @@ class StagedItems:
 class SavedItems(SavedStorage):
     """A storage of items, which are saved and loaded as they are."""
 
-    def __init__(self, storage: SavableStorage, table: ItemTable) -> None:
+    def __init__(self, storage: SavableStorage, rows: ItemRows) -> None:
         super().__init__(storage)
-        self._table = table
+        self._rows = rows
 
     def default_checkpointer(self) -> Any:
         return ListStorageCheckpointer()
 
     def source(self, background: bool) -> ItemSnapshot:
-        return ItemSnapshot(self._table)
+        return ItemSnapshot(self._rows)
 
     def sink(self) -> ItemLoad:
-        return ItemLoad(self._storage, self._table)
+        return ItemLoad(self._storage, self._rows)
 
     def staging(self) -> StagedItems:
         return StagedItems(self.sink())
 
     def restore_point(self) -> Callable[[], None]:
-        return self._table.restore_point()
+        return self._rows.restore_point()
 
     def state(self) -> dict[str, Any]:
-        table = self._table
-        items = [pytree.clone(item) for item in table.items()]
-        return {"items": items, "counters": table.counters(), "sequences": table.sequences()}
+        rows = self._rows
+        items = [pytree.clone(item) for item in rows.items()]
+        return {"items": items, "counters": rows.counters(), "sequences": rows.sequences()}
 
     def check(self, state: Any) -> None:
-        check_state(state, self._table.max_size)
+        check_state(state, self._rows.max_size)
 
     def recount(self, counters: dict[str, Any], oldest: int) -> None:
-        items, sequences = self._table.items(), self._table.sequences()
-        self._table.restore(items[oldest:] + items[:oldest], counters, sequences[oldest:] + sequences[:oldest])
+        items, sequences = self._rows.items(), self._rows.sequences()
+        self._rows.restore(items[oldest:] + items[:oldest], counters, sequences[oldest:] + sequences[:oldest])
 
     def fill(self, state: dict[str, Any]) -> None:
         items = [pytree.clone(item) for item in state["items"]]

@@ -27,15 +27,13 @@ from engram.errors import (
     StorageError,
     StorageInUseError,
 )
-from engram.store.columnar_rows import ColumnarRows
 from engram.store.compact import KnownSteps
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
-from engram.store.lazy_table import LazyTable
-from engram.store.life import Unwritten
 from engram.store.packed_rows import PackedRows
 from engram.store.places import READ_ONLY
+from engram.store.table import Table, Unwritten
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20
@@ -49,29 +47,31 @@ class StoredRows:
     #: Those that are stored once; None: there are none.
     observations: ObservationKeys | None = None
 
-    def __init__(self, table: LazyTable) -> None:
-        self._rows, self.ndim = table, table.ndim
+    def __init__(self, table: Table) -> None:
+        self._table, self.ndim = table, table.rows.ndim
         self.observations = table.rows.observations
 
     def layout_state(self) -> dict[str, Any] | None:
         """The layout and the dimensions as JSON; None before the first write."""
-        layout = self._rows.layout
-        return None if layout is None else {**layout.to_json(), "envs": list(self._rows.env_shape), "ndim": self.ndim}
+        rows = self._table.rows
+        if rows.layout is None:
+            return None
+        return {**rows.layout.to_json(), "envs": list(rows.env_shape), "ndim": self.ndim}
 
     def counters(self) -> dict[str, Any]:
         """Counters of every lane as JSON."""
-        if self._rows.layout is None:
+        if self._table.rows.layout is None:
             return {"lane_capacity": 0, "envs": 1, "lanes": []}
-        lanes = self._rows.current_lanes
+        lanes = self._table.rows.lanes
         return {"lane_capacity": lanes.store.lane_capacity, "envs": lanes.store.envs, "lanes": lanes.saved_states()}
 
     def read_block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
         """uint8 [envs, stop - start, row bytes]."""
-        return self._rows.rows.block(lane, start, stop)
+        return self._table.rows.block(lane, start, stop)
 
     def row_layout(self) -> RowLayout | None:
         """The layout; None before the first write."""
-        return self._rows.layout
+        return self._table.rows.layout
 
     def private_rows(self) -> PrivateRows | None:
         """None: what a hook writes into rows of this memory would change them."""
@@ -79,11 +79,11 @@ class StoredRows:
 
     def identity(self) -> dict[str, Any]:
         """As `Lanes.identity`."""
-        return {} if self._rows.layout is None else self._rows.current_lanes.identity()
+        return {} if self._table.rows.layout is None else self._table.rows.lanes.identity()
 
     def edited(self, since: dict[str, Any]) -> list[tuple[int, int]] | None:
         """Rows changed in place since `identity()` returned `since`; None where the log does not reach back so far."""
-        return ChangeTracker(self._rows.current_lanes).edited(since)
+        return ChangeTracker(self._table.rows.lanes).edited(since)
 
 
 class _Sink(StoredRows):
@@ -93,8 +93,8 @@ class _Sink(StoredRows):
         replacing: a block in which all rows may be replaced, by the name of the operation.
     """
 
-    def __init__(self, table: LazyTable, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
-        self._rows, self.ndim, self._replacing = table, table.ndim, replacing
+    def __init__(self, table: Table, replacing: Callable[[str], AbstractContextManager[None]]) -> None:
+        self._table, self.ndim, self._replacing = table, table.rows.ndim, replacing
 
     def check_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """A ValueError that lists every difference between what was saved and this table."""
@@ -105,25 +105,26 @@ class _Sink(StoredRows):
     def _observations_in(self, layout: dict[str, Any], made: RowLayout) -> ObservationKeys | None:
         """What a table of this layout stores once of them; a ValueError where they lack what `compact=` names."""
         saved = layout.observations if isinstance(layout, LayoutState) else None
-        return None if self._rows.compact is None or saved is None else self._rows.compact.find(made, KnownSteps(saved))
+        compact = self._table.compact
+        return None if compact is None or saved is None else compact.find(made, KnownSteps(saved))
 
     def _differences(self, layout: dict[str, Any], counters: dict[str, Any]) -> list[str]:
-        differences, lanes, table = [], counters["lanes"], self._rows
-        own = table.layout
+        differences, lanes, table = [], counters["lanes"], self._table
+        own = table.rows.layout
         saved, env_shape = layout_of(layout, own), env_shape_of(layout)
         if layout["ndim"] != self.ndim:
             differences.append(f"ndim is {self.ndim} here, {layout['ndim']} there")
         if own is not None:
             differences += own.differences(saved)
             replaced = any(lane["replaced"] for lane in lanes)
-            if replaced and saved.carries_sequence > own.carries_sequence and not table.can_widen:
+            if replaced and saved.carries_sequence > own.carries_sequence and table.rows.widened is None:
                 differences.append(
                     "rows carry sequences of their own there, as a TensorDictMaxValueWriter has replaced some; "
                     "those here, in a file or in shared memory, have no place for them: use a storage that is made "
                     "with such a writer"
                 )
-            if env_shape != table.env_shape:
-                differences.append(f"environments are {list(table.env_shape)} here, {list(env_shape)} there")
+            if env_shape != table.rows.env_shape:
+                differences.append(f"environments are {list(table.rows.env_shape)} here, {list(env_shape)} there")
         else:
             try:
                 self._observations_in(layout, saved)
@@ -132,7 +133,7 @@ class _Sink(StoredRows):
         envs = math.prod(env_shape)
         if counters["envs"] != envs:
             differences.append(f"counters of {counters['envs']} environments, but a layout of {envs} there")
-        store = table.current_lanes.store
+        store = table.rows.lanes.store
         if own is None:
             n, room = table.size.fit(saved, env_shape, table.place, len(lanes))
         else:
@@ -153,7 +154,7 @@ class _Sink(StoredRows):
 
     def _reset(self, with_table: bool) -> None:
         """Leaves the table empty; `with_table` also without a layout, unless other processes may use it."""
-        table = self._rows
+        table = self._table
         if with_table and not table.place.awaits_others() and table.take_back():
             return
         store = table.lanes.store
@@ -166,19 +167,19 @@ class RowLoad(_Sink):
     """One load of packed rows: the RowSink that a checkpointer fills."""
 
     def __len__(self) -> int:
-        return len(self._rows.current_lanes)
+        return len(self._table.rows.lanes)
 
     def begin_restore(self, layout: dict[str, Any] | None, counters: dict[str, Any]) -> None:
         """Makes the table if there is none and empties it."""
         self.check_restore(layout, counters)
-        self._made_table = self._rows.layout is None and layout is not None
+        self._makes_table = self._table.rows.layout is None and layout is not None
         if layout is not None:
             self._make_room(layout, counters)
-        self._lanes, self._table = self._rows.current_lanes, self._rows.rows
+        self._lanes, self._loaded = self._table.rows.lanes, self._table.rows
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None  # where a saved row has each byte of ours, as its keys may have been in another order
-        if layout is not None and self._table.layout is not None:
-            self._byte_order = self._table.layout.order_in(layout_of(layout, self._table.layout))
+        if layout is not None and self._loaded.layout is not None:
+            self._byte_order = self._loaded.layout.order_in(layout_of(layout, self._loaded.layout))
         self._counters = counters
         self._lanes.hold()
         self._lanes.store.begin_restore()
@@ -188,14 +189,14 @@ class RowLoad(_Sink):
             bases.append(lane["base"] - shift)
             seams = [seam - shift for seam in lane["seams"] if seam > lane["base"]]
             self._lanes.store.set_seams(i, bases[-1], lane["published"] - shift, seams)
-        if self._table.layout is not None:
-            self._write = self._table.block_writer(bases)
+        if self._loaded.layout is not None:
+            self._write = self._loaded.block_writer(bases)
 
     def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
         """Makes the table where there is none, and room for what these rows carry."""
-        table = self._rows
-        if table.layout is not None:
-            table.make_room(layout_of(layout, table.layout), self._replacing)
+        table = self._table
+        if (own := table.rows.layout) is not None:
+            table.make_room(layout_of(layout, own), self._replacing)
             return
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
         made = copy.copy(layout_of(layout, None))
@@ -226,7 +227,7 @@ class RowLoad(_Sink):
 
     def abort_restore(self) -> None:
         """Leaves the storage empty, and without a layout where it had none before the load."""
-        self._reset(with_table=self._made_table)
+        self._reset(with_table=self._makes_table)
 
     def _shift(self, lane: int) -> int:
         """By how much sequences go down: not in a lane of the same capacity; else so that the oldest row has 0."""
@@ -248,9 +249,9 @@ class StagedRows(_Sink):
     _end = 0  # of the file
 
     def __init__(
-        self, table: LazyTable, replacing: Callable[[str], AbstractContextManager[None]], spill: bool = False
+        self, table: Table, replacing: Callable[[str], AbstractContextManager[None]], spill: bool = False
     ) -> None:
-        self._rows, self.ndim, self._replacing, self._spill = table, table.ndim, replacing, spill
+        self._table, self.ndim, self._replacing, self._spill = table, table.rows.ndim, replacing, spill
 
     def __len__(self) -> int:
         return 0  # filling this destroys nothing
@@ -280,7 +281,7 @@ class StagedRows(_Sink):
 
     def commit(self) -> None:
         """Writes the rows into the storage."""
-        load = RowLoad(self._rows, self._replacing)
+        load = RowLoad(self._table, self._replacing)
         load.begin_restore(self._saved_layout, self._saved_counters)
         try:
             for lane, start, rows in self._blocks:
@@ -389,12 +390,12 @@ def _plan_of_chunks(state: dict[str, Any]) -> RowRestorePlan:
 class SavedRows(SavedStorage):
     """A storage of rows of one layout."""
 
-    def __init__(self, storage: Any, table: LazyTable) -> None:
-        self._storage, self._rows = storage, table
+    def __init__(self, storage: Any, table: Table) -> None:
+        self._storage, self._table = storage, table
 
     @property
     def _now(self) -> StoredRows:
-        return StoredRows(self._rows)
+        return StoredRows(self._table)
 
     def default_checkpointer(self) -> Any:
         return TensorStorageCheckpointer()
@@ -403,13 +404,13 @@ class SavedRows(SavedStorage):
         return hasattr(StoredRows, needs)
 
     def source(self, background: bool) -> Any:
-        table = self._rows
+        table = self._table
         lanes, rows = table.lanes, table.rows
         if not background and (lanes.locks is None or not isinstance(rows, PackedRows)):
             return StoredRows(table)  # no other process sees these rows
         if isinstance(rows, Unwritten):
             return EmptySource()
-        if isinstance(rows, ColumnarRows):
+        if not isinstance(rows, PackedRows):
             return ColumnSnapshot(lanes, self._now)
         if background and lanes.store.saving:
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
@@ -420,18 +421,18 @@ class SavedRows(SavedStorage):
         )
 
     def sink(self) -> RowLoad:
-        return RowLoad(self._rows, self._storage.access.replacing)
+        return RowLoad(self._table, self._storage.access.replacing)
 
     def staging(self) -> StagedRows:
         spill = bool(getattr(self._storage.checkpointer, "load_hooks", None))
-        return StagedRows(self._rows, self._storage.access.replacing, spill)
+        return StagedRows(self._table, self._storage.access.replacing, spill)
 
     def restore_point(self) -> Callable[[], None] | None:
-        now = StoredRows(self._rows)
+        now = StoredRows(self._table)
         layout, counters = now.layout_state(), now.counters()
         if layout is None:
             return self.sink().forget
-        rows = StagedRows(self._rows, self._storage.access.replacing)
+        rows = StagedRows(self._table, self._storage.access.replacing)
         try:
             rows.begin_restore(layout, counters)
         except TooManyRowsError:
@@ -478,9 +479,9 @@ class SavedRows(SavedStorage):
         load.end_restore()
 
     def recount(self, counters: dict[str, Any], oldest: int) -> None:
-        now = StoredRows(self._rows)
+        now = StoredRows(self._table)
         layout, (lane,), (own,) = now.layout_state(), counters["lanes"], now.counters()["lanes"]
-        staged = StagedRows(self._rows, self._storage.access.replacing, True)
+        staged = StagedRows(self._table, self._storage.access.replacing, True)
         staged.begin_restore(layout, counters)
         n, begin = lane["published"] - lane["base"], lane["base"]
         step = max(1, _COPY_BLOCK_BYTES // max(1, 0 if layout is None else layout["row_bytes"]))
@@ -493,10 +494,10 @@ class SavedRows(SavedStorage):
         staged.commit()
 
     def row_form(self) -> Any:
-        return self._rows.row_form()
+        return self._table.row_form()
 
     def take_row_form(self, form: Any) -> None:
-        self._rows.take_row_form(form)
+        self._table.take_row_form(form)
 
     def copy_to(self, other: Any, memo: dict[int, Any]) -> None:
         # Block by block: there may be more rows than memory.
@@ -515,7 +516,7 @@ class SavedObservedRows(SavedRows):
     def source(self, background: bool) -> Any:
         if background:
             raise StorageError(f"{READ_ONLY}, and keeps nothing that others change meanwhile; save with blocking=True")
-        table = self._rows
+        table = self._table
         lanes, stored, layout = table.lanes, table.rows.stored, self._now.layout_state()
         if stored is None or layout is None:
             raise StorageError("this store has been closed")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engram.data.replay_buffers.storages.overrides import (
     CountedSets,
-    GetSetTable,
+    GetSetRows,
     InnerMethods,
     OuterMethods,
     UsersStorage,
@@ -22,7 +22,7 @@ from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.pytree import KeyPath
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
 from engram.store.places import LaneCount
-from engram.store.rows import Checked, ItemReader, Rows
+from engram.store.rows import Checked, ItemReader, Rows, TableRows
 from engram.store.steps import Steps
 from engram.store.table import Table
 
@@ -34,16 +34,16 @@ class Access:
 
     Args:
         table: of the storage.
-        outer: what buffers call: the table, or methods of a user's child.
-        inner: what `get` and `set` call, and a writer that keeps the best: the table, or methods of a user's child.
+        outer: what buffers call of a user's child; None: the rows.
+        inner: what `get` and `set` call of such a child, and a writer that keeps the best; None: the rows.
         own: the names that a user's class has of its own.
     """
 
     def __init__(
         self,
         table: Table,
-        outer: Table | OuterMethods,
-        inner: Table | InnerMethods,
+        outer: OuterMethods | None = None,
+        inner: InnerMethods | None = None,
         own: frozenset[str] = frozenset(),
     ) -> None:
         self.table, self._outer, self._inner = table, outer, inner
@@ -109,13 +109,13 @@ class Access:
     # ---- reading at an index ----
     def get(self, index: Any) -> Any:
         """As `get` of a storage."""
-        return self._get(index, self._inner)
+        return self._get(index, self._inner or self.table.rows)
 
     def get_to_write(self, storage: UsersStorage, index: Any) -> Any:
         """As `get` of the storage, in the form in which rows are written over stored ones."""
-        return storage.get(index) if self.writes_as_read else self._get(index, self.table)
+        return storage.get(index) if self.writes_as_read else self._get(index, self.table.rows)
 
-    def _get(self, index: Any, methods: Table | InnerMethods) -> Any:
+    def _get(self, index: Any, methods: TableRows | InnerMethods) -> Any:
         read = functools.partial(self._read_stored, index, methods)
         for _ in range(100):
             rows = self.table.lanes.validated(functools.partial(self.beside_writers, read))
@@ -123,13 +123,13 @@ class Access:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
-    def _read_stored(self, index: Any, methods: Table | InnerMethods) -> Rows:
+    def _read_stored(self, index: Any, methods: TableRows | InnerMethods) -> Rows:
         """The rows at an index; MissingRowError where one of them is not stored now."""
         table = self.table
         with table.mutex:  # no row may be replaced between the look at the counters and the copy
             lanes = table.lanes
-            selection = select(lanes.store, index, table.env_shape)
-            rows = table.of_selection(methods.read(selection.slots, selection.shape), selection)
+            selection = select(lanes.store, index, table.rows.env_shape)
+            rows = table.rows.of_selection(methods.read(selection.slots, selection.shape), selection)
         if rows.absent is not None:
             raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
         return rows
@@ -148,7 +148,7 @@ class Access:
     @property
     def item_reader(self) -> ItemReader | None:
         """What reads items for batches; None: `read` of the storage does, which gives a batch."""
-        return self._outer.item_reader
+        return (self._outer or self.table.rows).item_reader
 
     # ---- writing at an index ----
     def set(self, cursor: Any, steps: Steps) -> None:
@@ -178,14 +178,15 @@ class Access:
         What a user's class makes of an entry when it reads it, and of that when it writes it, need not be the same.
         """
         with self.table.mutex:
-            self.table.kept = kept
+            rows = self.table.rows
+            rows.kept = kept
             try:
                 yield
             finally:
-                self.table.kept = {}
+                rows.kept = {}
 
     def _setter(self) -> RowSetter:
-        return RowSetter(self.table, self._inner, self.replacing)
+        return RowSetter(self.table, self._inner or self.table.rows, self.replacing)
 
     @contextlib.contextmanager
     def setting_new_rows(self) -> Iterator[list[Tensor | int]]:
@@ -216,11 +217,11 @@ class Access:
 
         What is returned writes.
         """
-        return self._inner.prepare_replace(checked, rows, slots)
+        return (self._inner or self.table.rows).prepare_replace(checked, rows, slots)
 
     def for_own_writers(self, storage: UsersStorage) -> Any:
         """What a writer of a user's own calls `set` of, given the storage."""
-        return CountedSets(storage) if isinstance(self.table, GetSetTable) else storage
+        return CountedSets(storage) if isinstance(self.table.rows, GetSetRows) else storage
 
     def expect_sequences(self, by_set: bool = False) -> None:
         """Called for a writer that replaces rows out of turn (`by_set`: by `set`): every row then carries its sequence.
@@ -228,7 +229,7 @@ class Access:
         Raises:
             TypeError: this storage does not let the writer do that.
         """
-        self._outer.expect_sequences(by_set)
+        (self._outer or self.table).expect_sequences(by_set)
 
     def carry_sequences(self) -> None:
         """Before the first row is written over another one out of turn: makes room for the sequences of rows.

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,19 +25,19 @@ from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.overrides import (
-    GetSetTable,
+    GetSetRows,
     InnerMethods,
     OuterMethods,
-    UndefinedMethods,
-    UsersTable,
+    UsersPlace,
+    UsersRows,
     own_attributes,
 )
 from engram.pytree import KeyPath
 from engram.store.indexing import check_stored, from_slots, stored_slots, tensor_of, to_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.places import checked_max_size
-from engram.store.rows import Checked, Rows
+from engram.store.places import TableSize
+from engram.store.rows import Checked, Rows, TableRows
 from engram.store.steps import Steps
 from engram.store.table import Table
 
@@ -98,25 +98,27 @@ class Storage(MadeFromParts):
     read_only: bool = False
     # What a child of the user's, of this class or one of its kind, has of its own.
     _overrides: ClassVar[frozenset[str]] = frozenset()
-    # The table of a child of this class itself.
-    _own_table: ClassVar[type[UsersTable]] = UsersTable
+    # The rows of a child of this class itself.
+    _own_rows: ClassVar[type[UsersRows]] = UsersRows
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         ours = _our_class(cls)
         cls._overrides = own = frozenset(name for kind in cls.__mro__[: cls.__mro__.index(ours)] for name in vars(kind))
         if ours is Storage and own >= {"get", "set"} and "append" not in own:
-            cls._own_table = GetSetTable
-        if ours is not Storage or cls._own_table is GetSetTable or "__getstate__" not in own:
+            cls._own_rows = GetSetRows
+        if ours is not Storage or cls._own_rows is GetSetRows or "__getstate__" not in own:
             pickle_by_state(cls, _check_sending)  # else as `pickle` does, by its own `__getstate__`
 
     def __init__(self, max_size: int | None, checkpointer: Any = None, compilable: bool = False) -> None:
         missing = _MUST_DEFINE - self._overrides
-        if missing and self._own_table is not GetSetTable:
+        if missing and self._own_rows is not GetSetRows:
             raise TypeError(
                 f"Can't instantiate abstract class {type(self).__name__}: it has no {', '.join(sorted(missing))}"
             )
-        self._hold(self._own_table(self, checked_max_size(max_size), self._overrides), checkpointer)
+        size = TableSize(max_size, None, 1, None)
+        rows = self._own_rows(self, size.max_size, self._overrides)
+        self._hold(Table(size, UsersPlace(self, rows, size), rows), checkpointer)
 
     def _hold(
         self,
@@ -129,20 +131,20 @@ class Storage(MadeFromParts):
         self._of_data = of_data
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
         own = self._overrides
-        outer, inner = cast("Table | OuterMethods", table), cast("Table | InnerMethods", table)
+        outer = inner = None
         if own & {"check", "append", "overwrite", "read", "replace"}:
             inner = InnerMethods(table, self, own)
-        # What our methods do.
-        self._outer_methods: Table | OuterMethods | UndefinedMethods = table
-        if isinstance(table, UsersTable):
-            if not isinstance(table, GetSetTable):
-                self._outer_methods = UndefinedMethods(table, type(self).__name__)
+        # What our methods do, where these are not the rows'.
+        self._outer_methods: TableRows | OuterMethods | None = None
+        if isinstance(table.rows, UsersRows):
+            self._outer_methods = table.rows.undefined
         else:
-            self.ndim = table.ndim
+            self.ndim = table.rows.ndim
             if own & {"set", "get", "read", "_empty"}:
                 self._outer_methods = outer = OuterMethods(table, self, own)
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
+            table.rows.bind(self.native)
         #: The lock of its rows.
         self.access = Access(table, outer, inner, own)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
@@ -170,23 +172,23 @@ class Storage(MadeFromParts):
 
         The first write may bring others, here or in another process: ask for them at each use.
         """
-        return self._outer_methods.lanes
+        outer = self._outer_methods
+        return self._held_table.lanes if outer is None else outer.lanes
 
     @property
     def layout(self) -> RowLayout | None:
         """Keys, shapes and dtypes of a stored step; None before the first write, and where steps may differ."""
-        layout = self._held_table.layout
-        return self._held_table.layout if layout is None and self.initialized else layout
+        return self._held_table.rows.layout or self._held_table.look().layout
 
     @property
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
-        return self._outer_methods.env_shape
+        return (self._outer_methods or self._held_table.rows).env_shape
 
     @property
     def supports_conditional_update(self) -> bool:
         """Whether `update_if_present` of a buffer can write over its rows."""
-        return self._held_table.replaces_in_place
+        return self._held_table.rows.replaces_in_place
 
     @property
     def shape(self) -> torch.Size:
@@ -257,7 +259,7 @@ class Storage(MadeFromParts):
     @property
     def nbytes(self) -> int:
         """Bytes of the storage, used or not; 0 before the first write."""
-        return self._held_table.nbytes
+        return self._held_table.look().nbytes
 
     @property
     def _storage(self) -> Any:
@@ -267,11 +269,11 @@ class Storage(MadeFromParts):
 
     @property
     def _is_full(self) -> bool:
-        return self.access.settled(lambda: self._held_table.is_full)
+        return self.access.settled(lambda: self._held_table.lanes.is_full)
 
     def __len__(self) -> int:
         """Stored steps of all writers."""
-        return self.access.settled(self._held_table.count)
+        return self.access.settled(lambda: len(self._held_table.lanes))
 
     @property
     def write_count(self) -> int:
@@ -296,8 +298,8 @@ class Storage(MadeFromParts):
             ValueError, TypeError: the batch does not fit; the message names the leaf.
             StorageError: the table cannot be made.
         """
-        steps = Steps.given(items, single, time_dim, index_key, index, ndim=self._held_table.ndim)
-        return self._outer_methods.fit(steps)
+        steps = Steps.given(items, single, time_dim, index_key, index, ndim=self._held_table.rows.ndim)
+        return (self._outer_methods or self._held_table.rows).fit(steps)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * envs] in the order of time.
@@ -305,14 +307,14 @@ class Storage(MadeFromParts):
         With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
         number.
         """
-        return self._outer_methods.append(checked, most)
+        return (self._outer_methods or self._held_table.rows).append(checked, most)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
         Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` returns.
         """
-        self._held_table.prepare_replace(checked, rows, slots)()
+        self._held_table.rows.prepare_replace(checked, rows, slots)()
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, one for each slot (int64 [n]); the caller uses the storage exclusively.
@@ -323,7 +325,7 @@ class Storage(MadeFromParts):
             IndexError: a slot holds no row.
             ValueError, TypeError: the items do not fit; nothing was written.
         """
-        self._outer_methods.overwrite(slots, Steps(items, index_key=index_key))
+        (self._outer_methods or self._held_table.rows).overwrite(slots, Steps(items, index_key=index_key))
 
     # ---- reading ----
     def read(
@@ -340,15 +342,15 @@ class Storage(MadeFromParts):
             extra: entries to add at the root of the batch.
             sequences: also return each row's sequence.
         """
-        return self._outer_methods.read(slots, shape, extra, sequences)
+        return (self._outer_methods or self._held_table.rows).read(slots, shape, extra, sequences)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
-        return self._outer_methods.leaf(path)
+        return (self._outer_methods or self._held_table.rows).leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
-        return self._outer_methods.column(path, slots)
+        return (self._outer_methods or self._held_table.rows).column(path, slots)
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
@@ -384,7 +386,7 @@ class Storage(MadeFromParts):
 
     def __getitem__(self, index: Any) -> Any:
         """Rows at an index; a slice of rows that lie next to each other is a live view, for reading only."""
-        view = self._held_table.slice(index) if isinstance(index, slice) else None
+        view = self._held_table.view(index) if isinstance(index, slice) else None
         return self.get(index) if view is None else view
 
     def __setitem__(self, index: Any, items: Any) -> None:
@@ -402,7 +404,7 @@ class Storage(MadeFromParts):
             StorageInUseError: another process has the storage open.
         """
         with self.access.replacing("empty"):
-            self._outer_methods.clear(reset_count)
+            (self._outer_methods or self._held_table.rows).clear(reset_count)
 
     def _empty(self) -> None:
         """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""
@@ -524,7 +526,7 @@ class Storage(MadeFromParts):
 
     def _copy_form(self) -> CopyForm:
         table = self._held_table
-        is_pickled = not table.has_path and table.arguments() is not None
+        is_pickled = not table.place.opens_path() and table.arguments() is not None
 
         def parts() -> tuple[Any, tuple[Any, ...]]:
             state = self.state_dict() if len(self) or self.initialized else None
@@ -533,17 +535,17 @@ class Storage(MadeFromParts):
             made_of = (type(self), table.arguments(), self._checkpointer, form, state)
             return _unpickled, (*made_of, own) if own else made_of
 
-        if isinstance(table, UsersTable) and "__getstate__" in self._overrides:
-            by_class = functools.partial(_made_by_class, table)
+        if isinstance(table.place, UsersPlace) and "__getstate__" in self._overrides:
+            by_class = functools.partial(_made_by_class, table.place)
             return CopyForm(
                 held_still=lambda: self.mutex,
                 parts=by_class,
                 copied=lambda memo: _reconstructed(self, memo, by_class()),
-                check_sending=table.check_sending,
+                check_sending=table.place.check_sending,
                 is_sent=True,
             )
-        copied = functools.partial(_deep_copy, self, table.own_state, self._checkpointer)
-        return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.check_sending)
+        copied = functools.partial(_deep_copy, self, table.place.own_state, self._checkpointer)
+        return CopyForm(lambda: self.mutex, parts, is_pickled, copied, table.place.check_sending)
 
     def __repr__(self) -> str:
         extra = self._held_table.extra
@@ -551,7 +553,7 @@ class Storage(MadeFromParts):
 
 
 def _check_sending(storage: Storage) -> None:
-    storage.access.table.check_sending()
+    storage.access.table.place.check_sending()
 
 
 _MUST_DEFINE = frozenset({"lanes", "check", "append", "overwrite", "read"})
@@ -589,18 +591,18 @@ def _made_like(cls: Any, arguments: dict[str, Any], checkpointer: Any) -> Any:
     return twin
 
 
-def _made_by_class(table: UsersTable) -> tuple[Any, ...]:
+def _made_by_class(place: UsersPlace) -> tuple[Any, ...]:
     """What a pickle has of a storage whose class has a `__getstate__`; a `__setstate__` finds parts that are new."""
-    kind, max_size, counted, state = table.copied_parts()
+    kind, max_size, counted, state = place.copied_parts()
     return _begun, (kind, max_size, counted), state
 
 
 def _begun(kind: type[Storage], max_size: int | None, counted: Any) -> Storage:
     storage = kind.__new__(kind)
     Storage.__init__(storage, max_size)
-    table = storage.access.table
-    assert isinstance(table, UsersTable)
-    table.take_counted(counted)
+    rows = storage.access.table.rows
+    assert isinstance(rows, UsersRows)
+    rows.take_counted(counted)
     return storage
 
 
@@ -656,7 +658,7 @@ def as_storage(storage: Any) -> Storage:
             "objects"
         )
     _check_signatures(type(storage))
-    if type(storage.access.table) is UsersTable and not isinstance(lanes := storage.lanes, Lanes):
+    if type(storage.access.table.rows) is UsersRows and not isinstance(lanes := storage.lanes, Lanes):
         raise TypeError(
             f"{type(storage).__name__}.lanes is {lanes!r:.80}: a storage has lanes before its first write, too, which "
             "count no rows; Lanes.in_memory(max_size) makes some"

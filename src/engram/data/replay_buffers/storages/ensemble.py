@@ -13,9 +13,11 @@ from engram._advice import advised
 from engram._copies import CopyForm
 from engram.data.replay_buffers.state.members import SavedMembers
 from engram.data.replay_buffers.storages.access import Access
-from engram.data.replay_buffers.storages.base import Checked, Storage, as_storage
+from engram.data.replay_buffers.storages.base import Storage, as_storage
+from engram.pytree import KeyPath
 from engram.store.lanes import Lanes
-from engram.store.steps import Steps
+from engram.store.places import NewTable, Place, TableSize, not_shared
+from engram.store.rows import NoRows
 from engram.store.table import Table
 
 
@@ -47,10 +49,10 @@ class StorageEnsemble(Storage):
             raise ValueError(
                 f"{len(storages)} storages, {len(self._transforms)} transforms; give one for each, or None"
             )
-        table = _MembersTable(self._storages)
+        table = Table(TableSize(None, None, 1, None), _MembersPlaces(self._storages), _MembersRows(self._storages))
         self._hold(table, checkpointer, SavedMembers)
         self.mutex = _Mutexes(self._storages)  # type: ignore[assignment]
-        self.access = _MembersAccess(table)
+        self.access = _MembersAccess(table, self._storages)
 
     # ---- copies ----
     def _copy_form(self) -> CopyForm:
@@ -58,6 +60,19 @@ class StorageEnsemble(Storage):
         return CopyForm(lambda: self.mutex, lambda: (_ensemble, parts))
 
     # ---- facts ----
+    @property
+    def initialized(self) -> bool:
+        """False: its members are, or are not."""
+        return False
+
+    @property
+    def _is_full(self) -> bool:
+        return all(storage._is_full for storage in self._storages)
+
+    def __len__(self) -> int:
+        """The number of members."""
+        return len(self._storages)
+
     @property
     def storages(self) -> list[Storage]:
         """The members."""
@@ -106,6 +121,10 @@ class StorageEnsemble(Storage):
         raise _one_member("written to")
 
     # ---- life ----
+    def release(self) -> None:
+        for storage in self._storages:
+            storage.release()
+
     def attach(self, buffer: Any) -> None:
         for storage in self._storages:
             storage.attach(buffer)
@@ -138,46 +157,9 @@ def _one_member(what: str) -> RuntimeError:
 class _MembersAccess(Access):
     """The locks of all members."""
 
-    def __init__(self, table: _MembersTable) -> None:
-        super().__init__(table, table, table)
-        self._storages = table.storages
-
-    @contextlib.contextmanager
-    def replacing(self, operation: str) -> Iterator[None]:
-        with self.exclusive(operation), contextlib.ExitStack() as held:
-            for storage in self._storages:  # after the last one that may be refused
-                held.enter_context(storage.access.replacing(operation))
-            yield
-
-
-class _MembersTable(Table):
-    """The rows of all members, which are not read or written as a whole."""
-
-    def __init__(self, storages: list[Storage]) -> None:
-        super().__init__()
-        self.storages = self._storages = storages
-        self.replaces_in_place = False
-        self.lanes = Lanes.in_memory(1)  # which count nothing: each member has its own
-        self.has_path = any(storage.access.table.has_path for storage in storages)
-
-    @property
-    def initialized(self) -> bool:
-        return False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(storage.nbytes for storage in self._storages)
-
-    @property
-    def is_full(self) -> bool:
-        return all(storage._is_full for storage in self._storages)
-
-    def count(self) -> int:
-        """The number of members."""
-        return len(self._storages)
-
-    def view(self) -> list[Any]:
-        return [storage._storage for storage in self._storages]
+    def __init__(self, table: Table, storages: list[Storage]) -> None:
+        super().__init__(table)
+        self._storages = storages
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -188,43 +170,68 @@ class _MembersTable(Table):
                 held.enter_context(storage.access.exclusive(operation))
             yield
 
-    def clear(self, reset_count: bool = True) -> None:
-        for storage in self._storages:
-            storage.empty(reset_count)
+    @contextlib.contextmanager
+    def replacing(self, operation: str) -> Iterator[None]:
+        with self.exclusive(operation), contextlib.ExitStack() as held:
+            for storage in self._storages:  # after the last one that may be refused
+                held.enter_context(storage.access.replacing(operation))
+            yield
+
+
+class _MembersPlaces(Place):
+    """The places of all members."""
+
+    def __init__(self, storages: list[Storage]) -> None:
+        self._storages = storages
+
+    def make(self, new: NewTable) -> NoReturn:
+        raise _one_member("written to")
+
+    def shared(self, made: bool, name: str) -> NoReturn:
+        raise not_shared(name)
+
+    def opens_path(self) -> bool:
+        return any(storage.access.table.place.opens_path() for storage in self._storages)
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> None:
+        """None: its members are copied."""
 
     def flush(self) -> None:
         for storage in self._storages:
             storage.flush()
 
-    def release(self) -> None:
-        for storage in self._storages:
-            storage.release()
-
-    def close(self) -> None:
+    def close(self) -> bool:
         for storage in self._storages:
             storage.close()
+        return False
 
-    # ---- what asks for a member ----
-    def read(self, *args: Any) -> NoReturn:
-        raise _one_member("read")
 
-    def leaf(self, path: Any) -> NoReturn:
-        raise _one_member("leaf")
+class _MembersRows(NoRows):
+    """The rows of all members, which are not read or written as a whole."""
 
-    def column(self, path: Any, slots: Tensor) -> NoReturn:
-        raise _one_member("column")
+    replaces_in_place = False
 
-    def fit(self, *args: Any) -> NoReturn:
-        raise _one_member("written to")
+    def __init__(self, storages: list[Storage]) -> None:
+        super().__init__(Lanes.in_memory(1), _refused)  # lanes that count nothing: each member has its own
+        self._storages = storages
 
-    def append(self, checked: Checked, most: int | None = None) -> NoReturn:
-        raise _one_member("written to")
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        return sum(storage.nbytes for storage in self._storages)
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
-        raise _one_member("written to")
+    def view(self, steps: range | None = None) -> list[Any]:
+        return [storage._storage for storage in self._storages]
 
-    def overwrite(self, slots: Tensor, steps: Steps) -> NoReturn:
-        raise _one_member("written to")
+    def leaf(self, path: KeyPath) -> NoReturn:
+        raise _refused("leaf")
+
+    def clear(self, reset_count: bool = True) -> None:
+        for storage in self._storages:
+            storage.empty(reset_count)
+
+
+def _refused(method: str) -> RuntimeError:
+    return _one_member("read" if method in ("read", "column", "leaf") else "written to")
 
 
 def _ensemble(cls: Any, members: list[Storage], transforms: list[Any], checkpointer: Any) -> Any:

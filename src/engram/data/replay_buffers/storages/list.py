@@ -11,8 +11,9 @@ from engram._advice import advised
 from engram.data.replay_buffers.state.items import SavedItems
 from engram.data.replay_buffers.storages.base import Storage
 from engram.specs.tensors import usable_device
-from engram.store.items import COPIES, ITEMS_THEMSELVES, ItemCodec, ItemTable
-from engram.store.places import checked_max_size
+from engram.store.items import COPIES, ITEMS_THEMSELVES, ItemCodec, ItemRows
+from engram.store.places import Objects, TableSize, checked_max_size
+from engram.store.table import Table
 
 
 @advised
@@ -60,8 +61,8 @@ class ListStorage(Storage):
         arguments: dict[str, Any],
         device: torch.device | None = None,
     ) -> None:
-        table = ItemTable(checked_max_size(max_size), codec, device, arguments)
-        self._hold(table, checkpointer, functools.partial(SavedItems, table=table))
+        rows, size = ItemRows(checked_max_size(max_size), codec, device), TableSize(max_size, None, 1, None)
+        self._hold(Table(size, Objects(arguments), rows), checkpointer, functools.partial(SavedItems, rows=rows))
 
 
 __all__ = ["ListStorage"]

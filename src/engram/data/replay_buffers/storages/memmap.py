@@ -20,16 +20,16 @@ from engram.pytree import Key
 from engram.store.compact import Compact, as_compact
 from engram.store.first_writers import FirstWriters, UnmadeStore
 from engram.store.header import FILE_NAME
-from engram.store.lazy_table import LazyTable, ObservedTable
+from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     LaneCount,
     NamedFile,
     ObservedFile,
-    OpenedTable,
     Place,
     TableSize,
     TemporaryFile,
 )
+from engram.store.table import Table
 
 _T = TypeVar("_T")
 
@@ -54,10 +54,8 @@ class ObservedMemmapStorage(TableStorage):
         opened = self._file.opened
         size = TableSize(opened.lanes.capacity, None, opened.ndim, None)
         size.take(opened)
-        table = ObservedTable(size, self._file)
-        self._rows_table = table
+        self._rows_table = table = Table(size, self._file, opened)
         self._hold(table, checkpointer, functools.partial(SavedObservedRows, table=table), TensorStorage)
-        table.take(opened)
 
     def freeze(self) -> None:
         """Hides the rows that are written from now on, so that several reads and counts are about the same rows.
@@ -154,7 +152,7 @@ class LazyMemmapStorage(LazyTensorStorage):
         size = TableSize(max_size, max_bytes, ndim, lanes)
         self.scratch_dir = None if scratch_dir is None else user_path(scratch_dir)
         self._file: NamedFile | None = None
-        opened: OpenedTable | None = None
+        opened: PackedRows | None = None
         if self.scratch_dir is not None:
             self._file = NamedFile(
                 self.scratch_dir, take_over=take_over, auto_cleanup=bool(auto_cleanup), shared_init=shared_init
@@ -164,10 +162,8 @@ class LazyMemmapStorage(LazyTensorStorage):
             raise ValueError("max_size must be given, or max_bytes")
         if opened is not None:
             size.take(opened)
-        table = LazyTable(size, self._file or _temporary(shared_init), found, advises=compact is None)
-        self._hold_rows(table, checkpointer)
-        if opened is not None:
-            self._rows_table.take(opened)
+        place = self._file or _temporary(shared_init)
+        self._hold_rows(Table(size, place, opened, found, advises=compact is None), checkpointer)
 
     get = TableStorage.get  # whose argument is `index`
 
@@ -226,7 +222,7 @@ def _temporary(shared_init: bool) -> Place:
     return FirstWriters(TemporaryFile(), UnmadeStore(temporary=True)) if shared_init else TemporaryFile()
 
 
-def _opened(file: NamedFile, size: TableSize, existsok: bool, compact: Compact | None) -> OpenedTable | None:
+def _opened(file: NamedFile, size: TableSize, existsok: bool, compact: Compact | None) -> PackedRows | None:
     """The store that is in a folder; None: there is none, and one can be made."""
     if file.is_made():
         if not existsok:
@@ -235,7 +231,7 @@ def _opened(file: NamedFile, size: TableSize, existsok: bool, compact: Compact |
                 "LazyMemmapStorage.open(...) or existsok=True, or choose another scratch_dir"
             )
         opened = file.open(size)
-        has = opened.table.observations
+        has = opened.observations
         wanted = None if compact is None else compact.paths
         if wanted is not None and set(wanted) != set({} if has is None else has.frames):
             file.close()

@@ -11,6 +11,7 @@ of what `read` returns.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -28,14 +29,14 @@ from engram._copies import is_passing_fds
 from engram.data.replay_buffers.storages.setting import next_steps
 from engram.errors import StorageError
 from engram.pytree import KeyPath, format_key, to_tensor
-from engram.store.indexing import Selection, stored_generations, stored_slots
-from engram.store.items import ItemTable
+from engram.store.indexing import stored_generations, stored_slots
+from engram.store.items import ItemRows
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-from engram.store.places import NOT_SENT
-from engram.store.rows import Checked, ItemReader, Rows, expand_slots
+from engram.store.places import NOT_SENT, NewTable, Place, TableSize, not_shared
+from engram.store.rows import Checked, ItemReader, NoRows, Rows, TableRows, each_of_steps, expand_slots
 from engram.store.steps import Steps
-from engram.store.table import Table, read_in_parts
+from engram.store.table import Table
 
 # Each object has its own.
 _NOT_COPIED = {
@@ -57,6 +58,9 @@ def _without_parts(storage: UsersStorage, state: dict[str, Any]) -> dict[str, An
     """What its class keeps, of the attributes of a storage."""
     parts = {name: part for name, part in vars(storage).items() if name in _NOT_COPIED}
     return {name: value for name, value in state.items() if name not in parts or value is not parts[name]}
+
+
+_STEPS_AT_ONCE = 512  # of which whole rows are read for one leaf
 
 
 class UsersStorage(Protocol):
@@ -114,17 +118,17 @@ class _OfStorage:
         self._ref = weakref.ref(storage)
 
 
-class UsersTable(_OfStorage, Table):
-    """The table of a child of `Storage` itself, which defines our five methods."""
+class UsersRows(_OfStorage, TableRows):
+    """The rows of a child of `Storage` itself, which defines our five methods."""
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
-        super().__init__(max_size)
-        self._storage, self._own = storage, own
+        self._storage, self.max_size, self._own = storage, max_size, own
         self.replaces_rows = "replace" in own
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
-        kind = type(self._storage).__name__
-        raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+    @property
+    def undefined(self) -> TableRows | None:
+        """What our methods do, which the five may call by `super()`: there is nothing there; None: what these do."""
+        return _Undefined(self, type(self._storage).__name__)
 
     @property
     def counted(self) -> Any:
@@ -133,17 +137,6 @@ class UsersTable(_OfStorage, Table):
 
     def take_counted(self, counted: Any) -> None:
         """In a copy: takes over what `counted` gave."""
-
-    def copied_parts(self) -> tuple[type[UsersStorage], int | None, Any, Any]:
-        """What a copy of a storage is made of whose class has a `__getstate__`: its class, size, counters and state."""
-        storage: Any = self._storage
-        state = storage.__getstate__()
-        state = _without_parts(storage, state) if isinstance(state, dict) else state
-        return type(storage), self._max_size, self.counted, state
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        self._max_size = state.get("_max_size", self._max_size)
-        vars(self._storage).update({name: value for name, value in state.items() if name != "_max_size"})
 
     # ---- its five ----
     @property
@@ -163,70 +156,114 @@ class UsersTable(_OfStorage, Table):
     def overwrite(self, slots: Tensor, steps: Steps) -> None:
         self._storage.overwrite(slots, steps.items, steps.index_key)
 
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
+        kind = type(self._storage).__name__
+        raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
+        path, value = pytree.describe(items, 0)[1][0]
+        leaf = self.leaf(path)
+        return leaf is not None and to_tensor(value).ndim == env_dims + len(leaf.shape)
+
+    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
+        return each_of_steps(self, items, shape, n, env_dims)
+
     def read(self, slots: Tensor, *how: Any) -> Rows:
         return self._storage.read(slots, *how)
 
-    def after_fork(self, mutex: Any) -> None:
-        super().after_fork(mutex)
-        self.lanes.mutex = mutex
+    # ---- made of the five ----
+    def _first(self) -> Any:
+        """The first row that is stored, as a batch; None: there is none."""
+        lanes = self.lanes
+        return self.read(stored_slots(lanes.store)[:1]).batch if len(lanes) else None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.lanes) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        first = self._first()
+        values = [] if first is None else [to_tensor(value) for _, value in pytree.describe(first, 1)[1]]
+        return sum(value.numel() * value.itemsize for value in values)
+
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        first = self._first()
+        value = None if first is None else pytree.get_entry(first, path)
+        return None if value is None else LeafSpec(path, value.dtype, tuple(value.shape[1:]))
+
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        def read(part: Tensor) -> Tensor:
+            rows = to_tensor(expand_slots(part, math.prod(self.env_shape)))
+            values = _entry_of(self.read(rows).batch, path)
+            return values.reshape(len(part), *self.env_shape, *values.shape[1:])
+
+        return _read_in_parts(read, slots)
+
+    def view(self, steps: range | None = None) -> None:
+        """None: there is none."""
+
+    def take_mutex(self, mutex: Any) -> None:
+        """Nothing: the lanes are the user's own, and perhaps not there yet."""
+
+    def after_fork(self) -> None:
+        """In a child: the user's lanes have the mutex of the storage there."""
+        self.lanes.mutex = self._storage.mutex
 
 
-class UndefinedMethods:
-    """What our methods do in a storage that defines the five, which calls them by `super()`: there is nothing there.
+class _Undefined(NoRows):
+    """What our methods do in a storage that defines the five, which calls them by `super()`.
 
     What such a storage may leave out is made of its five.
     """
 
-    env_shape = ()
+    def __init__(self, rows: UsersRows, name: str) -> None:
+        super().__init__(Lanes.in_memory(rows.max_size), functools.partial(_is_undefined, name))
+        self._rows = rows
 
-    def __init__(self, table: UsersTable, name: str) -> None:
-        self._name = name
-        self.leaf, self.column, self.clear = table.leaf, table.column, table.clear
-        self.lanes = Lanes.in_memory(table.max_size)
+    def leaf(self, path: KeyPath) -> LeafSpec | None:
+        return self._rows.leaf(path)
 
-    def fit(self, steps: Steps) -> NoReturn:
-        raise self._is_undefined("check")
+    def column(self, path: KeyPath, slots: Tensor) -> Tensor:
+        return self._rows.column(path, slots)
 
-    def append(self, *args: Any) -> NoReturn:
-        raise self._is_undefined("append")
-
-    def overwrite(self, *args: Any) -> NoReturn:
-        raise self._is_undefined("overwrite")
-
-    def read(self, *args: Any) -> NoReturn:
-        raise self._is_undefined("read")
-
-    def _is_undefined(self, name: str) -> NotImplementedError:
-        return NotImplementedError(
-            f"Storage.{name} does nothing: a {self._name} defines {name} itself, and its super() is only there in a "
-            "child of LazyTensorStorage, ListStorage or another storage that has one"
-        )
+    def clear(self, reset_count: bool = True) -> None:
+        self._rows.clear(reset_count)
 
 
-class GetSetTable(UsersTable):
-    """The table of a storage that defines `get`, `set` and `__len__` in TorchRL's form, of which the five are made."""
+def _is_undefined(storage: str, method: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"Storage.{method} does nothing: a {storage} defines {method} itself, and its super() is only there in a "
+        "child of LazyTensorStorage, ListStorage or another storage that has one"
+    )
+
+
+class GetSetRows(UsersRows):
+    """The rows of a storage that defines `get`, `set` and `__len__` in TorchRL's form, of which the five are made."""
 
     env_shape = ()
+    undefined = None
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(storage, max_size, own)
         self.collate = _collate_list
+        self._mutex: Any = contextlib.nullcontext()
 
     @functools.cached_property
     def lanes(self) -> Lanes:  # type: ignore[override]
-        lanes = Lanes.in_memory(self._max_size)
-        lanes.mutex = self.mutex
+        lanes = Lanes.in_memory(self.max_size)
+        lanes.mutex = self._mutex
         if len(self._storage):
             lanes.advance(len(self._storage))
         return lanes
 
     def take_mutex(self, mutex: Any) -> None:
-        super().take_mutex(mutex)
+        self._mutex = mutex
         if "lanes" in vars(self):
             self.lanes.mutex = mutex
 
-    def after_fork(self, mutex: Any) -> None:
-        self.take_mutex(mutex)
+    def after_fork(self) -> None:
+        """Nothing: `take_mutex` has done it, where there are lanes."""
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
@@ -270,17 +307,13 @@ class GetSetTable(UsersTable):
         self._storage.set(slots, self.fit(new).data[0])
         lanes.store.note_edits(slots)
 
-    def overwrite_selection(
-        self, selection: Selection, steps: Steps, overwrite: Callable[[Tensor, Steps], None]
-    ) -> None:
-        if selection.shape != ():
-            super().overwrite_selection(selection, steps, overwrite)
-            return
-        step = Steps.given(steps.items, True, -1, steps.index_key, selection.slots)
-        self._storage.set(int(selection.slots[0]), self.fit(step).data[0])
-        self.lanes.store.note_edits(selection.slots)
+    def overwrite_one(self, slots: Tensor, steps: Steps) -> bool:
+        new = steps._replace(lead=0, time=-1, own_index=slots)
+        self._storage.set(int(slots[0]), self.fit(new).data[0])
+        self.lanes.store.note_edits(slots)
+        return True
 
-    def is_single(self, items: Any, env_dims: int = 0, *, unwritten: bool = False) -> bool:
+    def is_single(self, items: Any, env_dims: int = 0) -> bool:
         stored = self._storage.get(int(stored_slots(self.lanes.store)[0]))
         return tuple(pytree.shape_of(first_leaf(items))) == tuple(np.shape(first_leaf(stored)))
 
@@ -295,7 +328,7 @@ class GetSetTable(UsersTable):
         return _leaf_as_read(self._storage, path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        return read_in_parts(lambda part: _entry_of(self._storage.get(part), path), slots)
+        return _read_in_parts(lambda part: _entry_of(self._storage.get(part), path), slots)
 
     # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
     @property
@@ -307,7 +340,7 @@ class GetSetTable(UsersTable):
             return
         capacity, lane = counted
         self.lanes = lanes = Lanes.in_memory(capacity)
-        lanes.mutex = self.mutex
+        lanes.mutex = self._mutex
         lanes.hold()  # as the writer of the copied rows: trajectories go on
         lanes.store.begin_restore()
         lanes.store.set_seams(
@@ -316,26 +349,6 @@ class GetSetTable(UsersTable):
         lanes.restore_lane(0, lane, 0)
         lanes.store.end_restore()
 
-    def own_state(self) -> dict[str, Any]:
-        return {
-            **_without_parts(self._storage, vars(self._storage)),
-            "_max_size": self._max_size,
-            "_own_lanes": self.counted,
-        }
-
-    def check_sending(self) -> None:
-        raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
-
-    def sent_state(self, name: str) -> dict[str, Any]:
-        if is_passing_fds():
-            self.check_sending()
-        with self.mutex:  # the rows of one moment, whatever is written while they are pickled
-            return copy.deepcopy(self.own_state(), {id(self._storage): self._storage})
-
-    def take_sent(self, state: dict[str, Any]) -> None:
-        super().take_sent({name: value for name, value in state.items() if name != "_own_lanes"})
-        self.take_counted(state.get("_own_lanes"))
-
     # ---- life ----
     def clear(self, reset_count: bool = True) -> None:
         if "_empty" not in self._own:
@@ -343,6 +356,60 @@ class GetSetTable(UsersTable):
             raise RuntimeError(f"a {kind} has no method _empty, which forgets all rows")
         self._storage._empty()
         self.lanes.store.empty(reset_count)
+
+
+class UsersPlace(_OfStorage, Place):
+    """Rows that a class of the user's keeps in its storage."""
+
+    def __init__(self, storage: UsersStorage, rows: UsersRows, size: TableSize) -> None:
+        self._storage, self._rows, self._size = storage, rows, size
+
+    def make(self, new: NewTable) -> NoReturn:
+        raise StorageError("the rows of this storage are those that its class keeps")
+
+    def keeps_rows(self) -> bool:
+        return False
+
+    def shared(self, made: bool, name: str) -> NoReturn:
+        raise not_shared(name)
+
+    def after_fork(self, made: bool) -> None:
+        self._rows.after_fork()
+
+    def arguments(self, size: TableSize, made: Lanes | None) -> None:
+        """None: it is copied as any object."""
+
+    # ---- copies: what the user's class keeps is copied as it is, and beside it the counters ----
+    def copied_parts(self) -> tuple[type[UsersStorage], int | None, Any, Any]:
+        """What a copy of a storage is made of whose class has a `__getstate__`: its class, size, counters and state."""
+        storage: Any = self._storage
+        state = storage.__getstate__()
+        state = _without_parts(storage, state) if isinstance(state, dict) else state
+        return type(storage), self._size.max_size, self._rows.counted, state
+
+    def own_state(self) -> dict[str, Any] | None:
+        if not isinstance(self._rows, GetSetRows):
+            return None
+        own = _without_parts(self._storage, vars(self._storage))
+        return {**own, "_max_size": self._size.max_size, "_own_lanes": self._rows.counted}
+
+    def check_sending(self) -> None:
+        if isinstance(self._rows, GetSetRows):
+            raise StorageError(f"Cannot share a storage of type {type(self._storage).__name__}, {NOT_SENT}")
+
+    def sent_state(self, name: str) -> dict[str, Any] | None:
+        if is_passing_fds():
+            self.check_sending()
+        with self._storage.mutex:  # the rows of one moment, whatever is written while they are pickled
+            own = self.own_state()
+            return None if own is None else copy.deepcopy(own, {id(self._storage): self._storage})
+
+    def take_sent(self, state: dict[str, Any]) -> bool:
+        kept = {name: value for name, value in state.items() if name not in ("_max_size", "_own_lanes")}
+        self._size.max_size = self._rows.max_size = state.get("_max_size", self._size.max_size)
+        vars(self._storage).update(kept)
+        self._rows.take_counted(state.get("_own_lanes"))
+        return True
 
 
 class CountedSets:
@@ -417,12 +484,12 @@ class OuterMethods(_OfStorage):
 
     @property
     def env_shape(self) -> tuple[int, ...]:
-        return self._table.env_shape
+        return self._table.rows.env_shape
 
     # ---- writing ----
     def fit(self, steps: Steps) -> Checked:
         if not self.writes_by_set:
-            return self._table.fit(steps)
+            return self._table.rows.fit(steps)
         n = count_steps(steps)
         if not n:
             raise ValueError("nothing to add: the batch has no steps")
@@ -430,7 +497,7 @@ class OuterMethods(_OfStorage):
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         if type(checked.data) is not Steps:
-            return self._table.append(checked, most)
+            return self._table.rows.append(checked, most)
         storage, given = self._storage, checked.data
         n = checked.steps if most is None else min(most, checked.steps)
         with storage.mutex, storage.access.turn(), storage.access.setting_new_rows() as appended:
@@ -462,7 +529,7 @@ class OuterMethods(_OfStorage):
         if self.writes_by_set and "overwrite" not in self._own:
             self.replace(self._storage.from_slots(slots), steps)
         else:
-            self._table.overwrite(slots, steps)
+            self._table.rows.overwrite(slots, steps)
 
     def expect_sequences(self, by_set: bool) -> None:
         if self.writes_by_set and not by_set:
@@ -475,35 +542,35 @@ class OuterMethods(_OfStorage):
     # ---- reading ----
     def read(self, slots: Tensor, *how: Any) -> Rows:
         if not self._reads_by_get:
-            return self._table.read(slots, *how)
+            return self._table.rows.read(slots, *how)
         return _read_by_get(self._storage, slots, *how)
 
     @property
     def item_reader(self) -> ItemReader | None:
-        table = self._table
-        if not isinstance(table, ItemTable) or not self._own & {"get", "read"}:
-            return table.item_reader
-        return _ReaderByOverride(self._storage, table.codec.copy)
+        rows = self._table.rows
+        if not isinstance(rows, ItemRows) or not self._own & {"get", "read"}:
+            return rows.item_reader
+        return _ReaderByOverride(self._storage, rows.codec.copy)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        return _leaf_as_read(self._storage, path) if self._takes_apart else self._table.leaf(path)
+        return _leaf_as_read(self._storage, path) if self._takes_apart else self._table.rows.leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         if not self._takes_apart:
-            return self._table.column(path, slots)
-        return read_in_parts(functools.partial(self._column_as_read, path), slots)
+            return self._table.rows.column(path, slots)
+        return _read_in_parts(functools.partial(self._column_as_read, path), slots)
 
     def _column_as_read(self, path: KeyPath, slots: Tensor) -> Tensor:
         storage = self._storage
         batch = storage.read(to_tensor(expand_slots(slots, math.prod(storage.env_shape)))).batch
         if batch is None:  # other processes replace some of them
-            return self._table.column(path, slots)
+            return self._table.rows.column(path, slots)
         values = _entry_of(batch, path)
         return values.reshape(len(slots), *storage.env_shape, *values.shape[1:])
 
     def clear(self, reset_count: bool = True) -> None:
         self._storage._empty()
-        self._table.clear(reset_count)
+        self._table.rows.clear(reset_count)
 
 
 class _ReaderByOverride(_OfStorage):
@@ -521,28 +588,37 @@ class _ReaderByOverride(_OfStorage):
 
 
 class InnerMethods(_OfStorage):
-    """What `get` and `set` of ours call in a child that overrides some of our methods: these, or the table's.
+    """What `get` and `set` of ours call in a child that overrides some of our methods: these, or those of the rows.
 
     A writer that keeps the best calls `prepare_replace`.
     """
 
     def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
-        self._storage = storage
-        child: Callable[[], Any] = self._ref  # not `self`, which has these functions and would be in a cycle with them
-        self.fit, self.append, self.overwrite, self.read = table.fit, table.append, table.overwrite, table.read
+        self._table, self._storage = table, storage
         # Where buffers write by `set`, or read by `get`, the child's other methods were called before these.
-        writes = own if not _comes_first(type(storage), "set", {"check", "append"}) else frozenset[str]()
-        if "check" in writes:
-            self.fit = lambda steps: child().check(*steps.arguments)
-        if "append" in writes:
-            self.append = lambda *args: child().append(*args)
-        if "overwrite" in own:
-            self.overwrite = lambda slots, steps: child().overwrite(slots, steps.items, steps.index_key)
-        if "read" in own and not _comes_first(type(storage), "get", {"read"}):
-            self.read = lambda *args: child().read(*args)
-        self.prepare_replace = table.prepare_replace
-        if "replace" in own:
-            self.prepare_replace = lambda *args: functools.partial(child().replace, *args)
+        if _comes_first(type(storage), "set", {"check", "append"}):
+            own -= {"check", "append"}
+        self._own = own - {"read"} if _comes_first(type(storage), "get", {"read"}) else own
+
+    def fit(self, steps: Steps) -> Checked:
+        return self._storage.check(*steps.arguments) if "check" in self._own else self._table.rows.fit(steps)
+
+    def append(self, *args: Any) -> Tensor | int:
+        return self._storage.append(*args) if "append" in self._own else self._table.rows.append(*args)
+
+    def prepare_replace(self, *args: Any) -> Callable[[], None]:
+        if "replace" in self._own:
+            return functools.partial(self._storage.replace, *args)
+        return self._table.rows.prepare_replace(*args)
+
+    def overwrite(self, slots: Tensor, steps: Steps) -> None:
+        if "overwrite" in self._own:
+            self._storage.overwrite(slots, steps.items, steps.index_key)
+        else:
+            self._table.rows.overwrite(slots, steps)
+
+    def read(self, *args: Any) -> Rows:
+        return self._storage.read(*args) if "read" in self._own else self._table.rows.read(*args)
 
 
 def _read_by_get(
@@ -564,7 +640,7 @@ def _read_by_get(
     if replaced:
         return Rows(None, absent=replaced)
     numbers = counted if sequences else None
-    if isinstance(batch, LazyStackedTensorDict) and isinstance(storage.access.table, ItemTable):
+    if isinstance(batch, LazyStackedTensorDict) and isinstance(storage.access.table.rows, ItemRows):
         batch = batch.tensordicts  # of a child of LazyStackStorage
     if isinstance(batch, list):  # which a collate function makes a batch of
         return Rows(batch, sequences=numbers)
@@ -630,3 +706,9 @@ def first_leaf(items: Any) -> Any:
     """The first leaf of data; None where they have none."""
     leaves = pytree.describe(items, 0)[1]
     return leaves[0][1] if leaves else None
+
+
+def _read_in_parts(read: Callable[[Tensor], Tensor], slots: Tensor) -> Tensor:
+    """One leaf of the steps at time slots, by a function that reads whole rows for it: few of them at a time."""
+    parts = [read(part) for part in torch.split(slots, _STEPS_AT_ONCE)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -14,7 +14,7 @@ from engram.pytree import to_tensor
 from engram.store.indexing import last_of_each, select
 from engram.store.rows import Checked
 from engram.store.steps import Steps
-from engram.store.table import Replacing, Table, is_one
+from engram.store.table import Replacing, Table
 
 
 class _Methods(Protocol):
@@ -71,11 +71,11 @@ class RowSetter:
         if new_rows and torch.equal(steps, following):
             stored[:] = False  # round the ring: the newest rows take the place of the oldest
         # A new row can take the place of any stored one where that gets a sequence of its own.
-        as_new = new_rows and table.replaces_rows and table.ndim == 1
+        as_new = new_rows and table.rows.replaces_rows and table.rows.ndim == 1
         as_new = as_new and table.lanes.store.lanes == 1
         if bool(stored.all()) and not as_new:
             return None
-        rows = table.for_steps(data, len(steps), is_one(index))
+        rows = self._for_steps(data, len(steps), np.ndim(index) == 0 and not isinstance(index, slice | range))
         goes_round = not bool(stored.any()) and torch.equal(steps, following)  # and may come to a step again
         if not goes_round and (last := last_of_each(steps)) is not None:
             steps, stored, rows = steps[last], stored[last], pytree.select_rows(rows, last)
@@ -88,12 +88,19 @@ class RowSetter:
             )
         return SetPlan(steps, stored, rows, as_new)
 
+    def _for_steps(self, items: Any, steps: int, at_one: bool) -> Any:
+        """Data for so many time steps (`at_one`: the index is an int): one step is repeated."""
+        rows = self._table.rows
+        if at_one:
+            return rows.each(items, (), 1, rows.ndim - 1)
+        return rows.each(rows.as_batch(items, 0), (steps,), steps)
+
     def _run(self, plan: SetPlan, given: Steps, new_rows: bool) -> Tensor | int | None:
         steps, stored, rows, as_new = plan
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
             new = pytree.select_rows(rows, ~stored) if replaces else rows
-            checked = self._methods.fit(given._replace(items=new, lead=self._table.ndim))
+            checked = self._methods.fit(given._replace(items=new, lead=self._table.rows.ndim))
             if checked.steps != len(steps) - int(stored.sum()):
                 raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
         if replaces:
@@ -115,14 +122,20 @@ class RowSetter:
         """Replaces stored rows in place: they are the same steps with other values."""
         table = self._table
         with table.lanes.exclusive("changing stored rows"):
-            selection = select(table.lanes.store, index, table.env_shape)
-            table.overwrite_selection(selection, steps, self._methods.overwrite)
+            selection, rows = select(table.lanes.store, index, table.rows.env_shape), table.rows
+            slots = selection.slots
+            if selection.shape == () and rows.overwrite_one(slots, steps):
+                return
+            items = rows.each(steps.items, selection.shape, len(slots))
+            if (last := last_of_each(slots)) is not None:  # of a row that is named twice the last counts
+                slots, items = slots[last], pytree.select_rows(items, last)
+            self._methods.overwrite(slots, steps._replace(items=items, own_index=slots))
 
     def _replace_by_new(self, slots: Tensor, steps: Steps) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
         table = self._table
         table.carry_sequences(self._replacing)
-        checked = self._methods.fit(steps._replace(lead=self._table.ndim, own_index=slots))
+        checked = self._methods.fit(steps._replace(lead=self._table.rows.ndim, own_index=slots))
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
@@ -148,7 +161,7 @@ class RowSetter:
             return index
         if not 0 <= start < stop or stop - start != _length(items):
             return index
-        is_single = not isinstance(items, list) and bool(len(table.lanes)) and table.is_single(items)
+        is_single = not isinstance(items, list) and bool(len(table.lanes)) and table.rows.is_single(items)
         if is_single or (table.max_size is not None and stop > table.max_size):
             return index
         steps = range(start, stop)

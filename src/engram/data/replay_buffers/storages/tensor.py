@@ -24,14 +24,12 @@ from engram.store.compact import Compact, KnownSteps, as_compact
 from engram.store.first_writers import FirstWriters, UnmadeStore
 from engram.store.lanes import Lanes
 from engram.store.layout import ObservationKeys, RowLayout
-from engram.store.lazy_table import LazyTable
 from engram.store.packed_rows import PackedRows
 from engram.store.places import (
     GivenRoom,
     GivenTensors,
     LaneCount,
     NewTable,
-    OpenedTable,
     Place,
     PrivateMemory,
     SharedMemory,
@@ -39,12 +37,13 @@ from engram.store.places import (
     memory_device,
 )
 from engram.store.rows import Rows
+from engram.store.table import Table
 
 
 class TableStorage(Storage):
     """A storage whose rows all have one layout: those of a table that is made when the layout is known."""
 
-    def _hold_rows(self, table: LazyTable, checkpointer: Any) -> None:
+    def _hold_rows(self, table: Table, checkpointer: Any) -> None:
         """Begins with a table."""
         self._rows_table = table
         self._hold(table, checkpointer, functools.partial(SavedRows, table=table), TensorStorage)
@@ -97,12 +96,12 @@ class TableStorage(Storage):
 
         With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
         """
-        return self._rows_table.current_lanes.validated(
+        return self._rows_table.rows.lanes.validated(
             functools.partial(_packed(self._rows_table).read_packed, slots, by_leaf, sequences)
         )
 
 
-def _packed(table: LazyTable) -> PackedRows:
+def _packed(table: Table) -> PackedRows:
     """The rows as bytes. StorageError: there are none, or they are not kept so."""
     if not isinstance(table.rows, PackedRows):
         raise StorageError("this storage has no rows as bytes: adopt a layout first, with device='cpu'")
@@ -160,10 +159,10 @@ class TensorStorage(TableStorage):
         layout.take_root(root)
         env_shape = tuple(lead[1:])
         lanes = Lanes.in_memory(lead[0], math.prod(env_shape))
-        table = LazyTable(TableSize(count, None, ndim, None), GivenTensors(storage, tensors[0].device))
-        self._hold_rows(table, checkpointer)
-        table.take(OpenedTable(lanes, ColumnarRows(lanes, layout, tensors, env_shape), env_shape, ndim))
         lanes.advance(lead[0])
+        rows = ColumnarRows(lanes, layout, tensors, env_shape, ndim)
+        place = GivenTensors(storage, tensors[0].device)
+        self._hold_rows(Table(TableSize(count, None, ndim, None), place, rows), checkpointer)
 
     @property
     def device(self) -> torch.device:
@@ -175,7 +174,7 @@ class TensorStorage(TableStorage):
         self._rows_table.place.device = device
 
 
-def _table_with_room(room: TensorDictBase, max_size: int | None, device: Any, ndim: int) -> LazyTable:
+def _table_with_room(room: TensorDictBase, max_size: int | None, device: Any, ndim: int) -> Table:
     """The table of a storage for as many steps as the batch size of a TensorDict says."""
     lead = tuple(room.batch_size[:ndim])
     if len(lead) < ndim or 0 in lead:
@@ -184,7 +183,7 @@ def _table_with_room(room: TensorDictBase, max_size: int | None, device: Any, nd
     if max_size is not None and max_size not in (lead[0], count):
         raise ValueError(f"max_size={max_size}, but the batch size is {list(lead)}; leave max_size out")
     place = GivenRoom(room, lead, memory_device(device if device is not None else room.device or "cpu"))
-    return LazyTable(TableSize(count, None, ndim, None), place)
+    return Table(TableSize(count, None, ndim, None), place)
 
 
 @advised
@@ -258,7 +257,7 @@ class LazyTensorStorage(TensorStorage):
         place: Place = SharedMemory() if is_shared else private
         if shared_init:
             place = FirstWriters(SharedMemory(), UnmadeStore(temporary=False))
-        self._hold_rows(LazyTable(size, place, found, advises=compact is None), checkpointer)
+        self._hold_rows(Table(size, place, compact=found, advises=compact is None), checkpointer)
 
     @classmethod
     def nbytes_for(cls, spec: Any, n: int, *, compact: bool | Key | list[Key] | Compact | None = None) -> int:

@@ -268,7 +268,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
 
     def _stored(self, storage: Storage, slots: Tensor) -> Tensor:
         """The same of stored rows, in the form in which others are written over them."""
-        rows = storage if storage.access.writes_as_read else storage.access.table
+        rows = storage if storage.access.writes_as_read else storage.access.table.rows
         if rows.leaf(self._path) is None:
             raise KeyError(f"the rank {pytree.format_key(self._path)} is not in the stored rows")
         try:

@@ -138,7 +138,7 @@ class Writer(SentByState, PartlyCopied, Part):
         """
         storage = self._registered()
         time_dim = storage.ndim - 1
-        data = storage.access.table.as_batch(data, time_dim)
+        data = storage.access.table.rows.as_batch(data, time_dim)
         with storage.mutex:
             slots = self.write(storage, data, False, time_dim)
         index: Tensor = returned_index(slots, storage.ndim, storage.env_shape, single=False)
