@@ -14,8 +14,8 @@ from torch import Tensor
 from engram.data.replay_buffers.storages.overrides import (
     CountedSets,
     GetSetRows,
-    InnerMethods,
     OuterMethods,
+    UsersRows,
     UsersStorage,
 )
 from engram.data.replay_buffers.storages.setting import RowSetter
@@ -43,7 +43,7 @@ class Access:
         self,
         table: Table,
         outer: OuterMethods | None = None,
-        inner: InnerMethods | None = None,
+        inner: UsersRows | None = None,
         own: frozenset[str] = frozenset(),
     ) -> None:
         self.table, self._outer, self._inner = table, outer, inner
@@ -115,7 +115,7 @@ class Access:
         """As `get` of the storage, in the form in which rows are written over stored ones."""
         return storage.get(index) if self.writes_as_read else self._get(index, self.table.rows)
 
-    def _get(self, index: Any, methods: TableRows | InnerMethods) -> Any:
+    def _get(self, index: Any, methods: TableRows) -> Any:
         read = functools.partial(self._read_stored, index, methods)
         for _ in range(100):
             rows = self.table.lanes.validated(functools.partial(self.beside_writers, read))
@@ -123,7 +123,7 @@ class Access:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
-    def _read_stored(self, index: Any, methods: TableRows | InnerMethods) -> Rows:
+    def _read_stored(self, index: Any, methods: TableRows) -> Rows:
         """The rows at an index; MissingRowError where one of them is not stored now."""
         table = self.table
         with table.mutex:  # no row may be replaced between the look at the counters and the copy

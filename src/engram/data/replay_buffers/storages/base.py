@@ -26,7 +26,6 @@ from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
 from engram.data.replay_buffers.storages.overrides import (
     GetSetRows,
-    InnerMethods,
     OuterMethods,
     UsersPlace,
     UsersRows,
@@ -132,12 +131,12 @@ class Storage(MadeFromParts):
         self._held_table, self._saved_as, self.native = table, saved_as, table.native
         own = self._overrides
         outer = inner = None
-        if own & {"check", "append", "overwrite", "read", "replace"}:
-            inner = InnerMethods(table, self, own)
+        if own & {"check", "append", "overwrite", "read", "replace"} and type(table.rows) is not UsersRows:
+            inner = UsersRows(self, None, own, table)
         # What our methods do, where these are not the rows'.
         self._outer_methods: TableRows | OuterMethods | None = None
         if isinstance(table.rows, UsersRows):
-            self._outer_methods = table.rows.undefined
+            self._outer_methods = table.rows.ours if type(table.rows) is UsersRows else None
         else:
             self.ndim = table.rows.ndim
             if own & {"set", "get", "read", "_empty"}:
@@ -314,7 +313,7 @@ class Storage(MadeFromParts):
 
         Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` returns.
         """
-        self._held_table.rows.prepare_replace(checked, rows, slots)()
+        (self._outer_methods or self._held_table.rows).prepare_replace(checked, rows, slots)()
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, one for each slot (int64 [n]); the caller uses the storage exclusively.

@@ -119,16 +119,33 @@ class _OfStorage:
 
 
 class UsersRows(_OfStorage, TableRows):
-    """The rows of a child of `Storage` itself, which defines our five methods."""
+    """Rows as the methods of a user's class give them: of a child of `Storage` itself, which defines our five.
 
-    def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
-        self._storage, self.max_size, self._own = storage, max_size, own
+    Also what our `get` and `set`, and a writer that keeps the best, see of a child of one of our storages that defines
+    some of the five.
+
+    Args:
+        own: the names that the class defines.
+        table: of the storage that the class is a child of; None: it is one of `Storage` itself.
+    """
+
+    def __init__(
+        self, storage: UsersStorage, max_size: int | None, own: frozenset[str], table: Table | None = None
+    ) -> None:
+        self._storage, self.max_size, self._table = storage, max_size, table
         self.replaces_rows = "replace" in own
+        if table is not None:
+            # Where buffers write by `set`, or read by `get`, the child's other methods were called before these.
+            if _comes_first(type(storage), "set", {"check", "append"}):
+                own -= {"check", "append"}
+            if _comes_first(type(storage), "get", {"read"}):
+                own -= {"read"}
+        self._own = own
 
     @property
-    def undefined(self) -> TableRows | None:
-        """What our methods do, which the five may call by `super()`: there is nothing there; None: what these do."""
-        return _Undefined(self, type(self._storage).__name__)
+    def ours(self) -> TableRows:
+        """What our methods do, which the class does not define, or calls by `super()`."""
+        return _Undefined(self, type(self._storage).__name__) if self._table is None else self._table.rows
 
     @property
     def counted(self) -> Any:
@@ -148,17 +165,23 @@ class UsersRows(_OfStorage, TableRows):
         return self._storage.env_shape
 
     def fit(self, steps: Steps) -> Checked:
-        return self._storage.check(*steps.arguments)
+        return self._storage.check(*steps.arguments) if "check" in self._own else self.ours.fit(steps)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
+        if "append" not in self._own:
+            return self.ours.append(checked, most)
         return self._storage.append(checked) if most is None else self._storage.append(checked, most)
 
     def overwrite(self, slots: Tensor, steps: Steps) -> None:
-        self._storage.overwrite(slots, steps.items, steps.index_key)
+        if "overwrite" in self._own:
+            self._storage.overwrite(slots, steps.items, steps.index_key)
+        else:
+            self.ours.overwrite(slots, steps)
 
-    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> NoReturn:
-        kind = type(self._storage).__name__
-        raise NotImplementedError(f"a {kind} has no `replace`, which writers need that keep the best")
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        if "replace" in self._own:
+            return functools.partial(self._storage.replace, checked, rows, slots)
+        return self.ours.prepare_replace(checked, rows, slots)
 
     def is_single(self, items: Any, env_dims: int = 0) -> bool:
         path, value = pytree.describe(items, 0)[1][0]
@@ -169,7 +192,7 @@ class UsersRows(_OfStorage, TableRows):
         return each_of_steps(self, items, shape, n, env_dims)
 
     def read(self, slots: Tensor, *how: Any) -> Rows:
-        return self._storage.read(slots, *how)
+        return self._storage.read(slots, *how) if "read" in self._own else self.ours.read(slots, *how)
 
     # ---- made of the five ----
     def _first(self) -> Any:
@@ -232,6 +255,8 @@ class _Undefined(NoRows):
 
 
 def _is_undefined(storage: str, method: str) -> NotImplementedError:
+    if method == "replace":
+        return NotImplementedError(f"a {storage} has no `replace`, which writers need that keep the best")
     return NotImplementedError(
         f"Storage.{method} does nothing: a {storage} defines {method} itself, and its super() is only there in a "
         "child of LazyTensorStorage, ListStorage or another storage that has one"
@@ -242,10 +267,9 @@ class GetSetRows(UsersRows):
     """The rows of a storage that defines `get`, `set` and `__len__` in TorchRL's form, of which the five are made."""
 
     env_shape = ()
-    undefined = None
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
-        super().__init__(storage, max_size, own)
+        super().__init__(storage, max_size, own - {"replace"})  # which would call this one by `super()`
         self.collate = _collate_list
         self._mutex: Any = contextlib.nullcontext()
 
@@ -539,6 +563,9 @@ class OuterMethods(_OfStorage):
             )
         self._table.expect_sequences(by_set)
 
+    def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        return self._table.rows.prepare_replace(checked, rows, slots)
+
     # ---- reading ----
     def read(self, slots: Tensor, *how: Any) -> Rows:
         if not self._reads_by_get:
@@ -585,40 +612,6 @@ class _ReaderByOverride(_OfStorage):
     def read_own(self, slots: Tensor, sequences: bool, reuse: bool) -> Rows:
         rows = self._storage.read(slots, None, None, sequences)
         return rows._replace(batch=[self._copied(item) for item in rows.batch])
-
-
-class InnerMethods(_OfStorage):
-    """What `get` and `set` of ours call in a child that overrides some of our methods: these, or those of the rows.
-
-    A writer that keeps the best calls `prepare_replace`.
-    """
-
-    def __init__(self, table: Table, storage: UsersStorage, own: frozenset[str]) -> None:
-        self._table, self._storage = table, storage
-        # Where buffers write by `set`, or read by `get`, the child's other methods were called before these.
-        if _comes_first(type(storage), "set", {"check", "append"}):
-            own -= {"check", "append"}
-        self._own = own - {"read"} if _comes_first(type(storage), "get", {"read"}) else own
-
-    def fit(self, steps: Steps) -> Checked:
-        return self._storage.check(*steps.arguments) if "check" in self._own else self._table.rows.fit(steps)
-
-    def append(self, *args: Any) -> Tensor | int:
-        return self._storage.append(*args) if "append" in self._own else self._table.rows.append(*args)
-
-    def prepare_replace(self, *args: Any) -> Callable[[], None]:
-        if "replace" in self._own:
-            return functools.partial(self._storage.replace, *args)
-        return self._table.rows.prepare_replace(*args)
-
-    def overwrite(self, slots: Tensor, steps: Steps) -> None:
-        if "overwrite" in self._own:
-            self._storage.overwrite(slots, steps.items, steps.index_key)
-        else:
-            self._table.rows.overwrite(slots, steps)
-
-    def read(self, *args: Any) -> Rows:
-        return self._storage.read(*args) if "read" in self._own else self._table.rows.read(*args)
 
 
 def _read_by_get(
