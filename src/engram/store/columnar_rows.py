@@ -28,7 +28,7 @@ class ColumnarRows(LayoutRows):
         self, lanes: Lanes, layout: RowLayout, columns: list[Tensor], env_shape: tuple[int, ...], ndim: int
     ) -> None:
         super().__init__(lanes, layout, env_shape, ndim)
-        self._columns = columns
+        self._columns = [_as_signed(column) for column in columns]
         self._device = columns[0].device
         self._sequences: Tensor | None = None
         if layout.carries_sequence:
@@ -81,24 +81,25 @@ class ColumnarRows(LayoutRows):
                     f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self.env_shape)])} environments, "
                     f"this storage {list(self.env_shape)}"
                 )
-        return len(leaves[0]), [t.to(self._device) for t in leaves]
+        return len(leaves[0]), [_as_signed(t.to(self._device)) for t in leaves]
 
     def plan_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
         leaves = self.layout.fitting(rows, 1)
-        return len(leaves[0]), [t.to(self._device) for t in leaves]
+        return len(leaves[0]), [_as_signed(t.to(self._device)) for t in leaves]
 
     def append_plan(self, plan: list[Tensor], most: int | None = None) -> Tensor:
         leaves = [leaf[:most] for leaf in plan]
         capacity = self.lanes.store.lane_capacity
         if self._border is not None:
             self._note_border(self._border, leaves)
-        slots = self.lanes.advance(len(leaves[0]))
+        self.lanes.hold()
+        slots = self.lanes.next_slots(len(leaves[0]))
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
         if self._sequences is not None:
             self._sequences[where] = 0
-        return slots
+        return self.lanes.advance(len(slots))  # what could not be written is not counted
 
     def _note_border(self, border: ColumnBorder, new: list[Tensor]) -> None:
         """Notes in the lanes whether the first new step continues the newest stored one."""
@@ -160,7 +161,7 @@ class ColumnarRows(LayoutRows):
             generation = self.lanes.generations(slots)
             leaves = [flat.index_select(0, where) for flat in self._flat()]
         absent = (generation < 0).nonzero().flatten().tolist()
-        leaves = [t.reshape((*lead, *x.shape)) for t, x in zip(leaves, self.layout.leaves, strict=True)]
+        leaves = [t.reshape((*lead, *x.shape)).view(x.dtype) for t, x in zip(leaves, self.layout.leaves, strict=True)]
         batch = pytree.unflatten(self.layout.root, leaves, lead, self._device)
         for key, value in (extra or {}).items():
             pytree.set_per_item(batch, key, value, len(lead))
@@ -168,11 +169,11 @@ class ColumnarRows(LayoutRows):
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
         at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
-        return self._columns[at][slots.to(self._device)]
+        return self._columns[at][slots.to(self._device)].view(self.layout.leaves[at].dtype)
 
     def view(self, steps: range | None = None) -> Any:
         start, stop = (0, len(self._columns[0])) if steps is None else (steps.start, steps.stop)
-        leaves = [c[start:stop] for c in self._columns]
+        leaves = [c[start:stop].view(x.dtype) for c, x in zip(self._columns, self.layout.leaves, strict=True)]
         return pytree.unflatten(self.layout.root, leaves, (stop - start, *self.env_shape), self._device)
 
     # ---- whole blocks, for checkpoints ----
@@ -201,10 +202,19 @@ class ColumnarRows(LayoutRows):
             # A copy with strides of its own: of one row, any strides count as contiguous, and views refuse some.
             part = rows[:, :, x.offset : x.offset + x.nbytes].transpose(1, 0, 2).copy()
             leaf = torch.from_numpy(part).view(x.dtype).reshape(rows.shape[1], *self.env_shape, *x.shape)
-            column[slots] = leaf.to(self._device)
+            column[slots] = _as_signed(leaf.to(self._device))
 
     def _flat(self) -> list[Tensor]:
         return [c.flatten(0, len(self.env_shape)) for c in self._columns]
+
+
+#: PyTorch 2.13 neither reads nor writes elements of these at an index.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+def _as_signed(values: Tensor) -> Tensor:
+    """The same memory, of a dtype that torch indexes."""
+    return values.view(_SIGNED.get(values.dtype, values.dtype))
 
 
 def _own_sequences_of_column(column: Tensor, slots: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Lanes:
         #: Seams that a device may still be computing.
         self.pending_borders = PendingBorders(store)
         #: The sequences that rows carry (int64 [n] of slots); 0 where a row has the one that its lane counts.
-        #: None: they carry none. Set by the table that holds the rows.
+        #: None: they carry none. Set by the rows.
         self.own_sequences: Callable[[Tensor], Tensor] | None = None
         #: By how much the last load moved the sequences of each of its lanes down; empty: there was none.
         self.shifts: list[int] = []
@@ -345,7 +345,12 @@ class Lanes:
         """Counts steps as written, for storages that keep their rows elsewhere; returns their time slots.
 
         `begins`: puts a seam before the first of them.
+
+        Raises:
+            StorageError: processes share these lanes: seams between their rows are known to the store that has them.
         """
+        if self.locks is not None:
+            raise StorageError("rows that processes share are counted by the store that they lie in, when it has them")
         lane = self.hold()
         slots = self.store.next_slots(lane, steps)
         self.store.advance(lane, steps, begins)

@@ -41,13 +41,12 @@ from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.packed_rows import PackedRows
-from engram.store.rows import TableRows
+from engram.store.rows import READ_ONLY, TableRows
 
 NOT_SENT = (
     "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
     "dumps and loads copy any"
 )
-READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 _MAX_SIZE = 1 << 56
 _USUAL_LANES, _MOST_LANES = 64, 256  # more of them cost time at each extend and draw
 _LONG_LANE = 1550  # steps, so that a seam cuts at most 2 % of slices of 32 steps
@@ -163,7 +162,7 @@ class TableSize:
         self.moves_on = n > 1 and not isinstance(lanes, LaneCount)
         #: How many lanes a new table has; with `max_bytes` at first as many as there are writers.
         self.lanes = n if size is None or isinstance(lanes, LaneCount) else lanes_for(n, size)
-        self.max_size = None if size is None else math.ceil(size / self.lanes) * self.lanes
+        self.max_size = None if size is None else -(-size // self.lanes) * self.lanes
 
     @property
     def is_given(self) -> bool:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engram.store.observation_shares import ObservationShares
     from engram.store.packed_rows import NativeRows
 
+READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 NO_STEPS = "nothing to add: the batch has no steps"
 
 
@@ -82,7 +83,9 @@ class TableRows(abc.ABC):
     """The rows of a table, of one kind: packed, compact, columnar, or items.
 
     What concerns the data of rows is here, and nothing of where they lie or who else uses them, which is the table's
-    and its place's.
+    and its place's. `fit`, then `append`, is how new rows come in. Slots are those of all environments, time slots
+    those of time steps (`expand_slots`). Writers hold `lanes.mutex`; readers of packed rows hold nothing, and compare
+    what they copied with the counters afterwards.
     """
 
     #: Counters of the rows.
@@ -105,7 +108,7 @@ class TableRows(abc.ABC):
     collate: Callable[[Any], Any] | None = None
     #: How stored rows get room for sequences of their own (`with_sequences`); None: they cannot.
     widened: Literal["in place", "by a copy"] | None = None
-    #: Whether rows can be written over others out of turn (`prepare_replace`).
+    #: Whether these rows can be written over others out of turn; see `Table.replaces_rows`.
     replaces_rows: bool = True
     #: Whether `update_if_present` of a buffer can write over rows.
     replaces_in_place: bool = True
@@ -125,21 +128,33 @@ class TableRows(abc.ABC):
     # ---- writing ----
     @abc.abstractmethod
     def fit(self, steps: Steps) -> Checked:
-        """As `check` of a storage."""
+        """Checks every leaf of new steps; nothing is written.
+
+        Raises:
+            ValueError, TypeError: they do not fit; the message names the leaf.
+        """
 
     @abc.abstractmethod
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
-        """As `append` of a storage."""
+        """Writes checked steps (`most`: only the first of them) behind the newest one, and then counts them.
+
+        Returns their slots, int64 [steps * envs], time first; of one step without batch dimensions perhaps its slot.
+        """
 
     @abc.abstractmethod
     def prepare_replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """As `replace` of a storage, in two steps: what may fail for want of memory is done here, what is returned
-        writes.
+        """Prepares rows (int64 [n]) of checked steps to be written over those in slots; what is returned writes them.
+
+        What may fail for want of memory is done here. Each gets a sequence of its own (`Lanes.reserve_sequences`).
         """
 
     @abc.abstractmethod
     def overwrite(self, slots: Tensor, steps: Steps) -> None:
-        """As `overwrite` of a storage; the index that steps store, if any, is that of their slots."""
+        """Writes steps over the rows in slots, which are the same rows with other values; notes which changed.
+
+        The index that steps store, if any, is that of their slots. Errors as `fit`, or an IndexError where a slot holds
+        no row; nothing was written then.
+        """
 
     def overwrite_one(self, slots: Tensor, steps: Steps) -> bool:
         """As `overwrite`, of the step that an index means which is an int; False: that is nothing else here."""
@@ -189,15 +204,18 @@ class TableRows(abc.ABC):
 
     @abc.abstractmethod
     def leaf(self, path: KeyPath) -> LeafSpec | None:
-        """As `leaf` of a storage."""
+        """Dtype and shape of one leaf of a row; None: rows have no such leaf."""
 
     @abc.abstractmethod
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
-        """One leaf of the steps at time slots: [n, *envs, ...]."""
+        """One leaf of the steps at time slots: [n, *envs, ...]; of slots without a row any values."""
 
     @abc.abstractmethod
     def view(self, steps: range | None = None) -> Any:
-        """A live view of these time slots, or of all; None: there is none."""
+        """A live view of these time slots, or of all, written or not: `[time, *envs, ...]`; None: there is none.
+
+        Rows of which there is none are copied where a view is asked for.
+        """
 
     # ---- whole blocks, for checkpoints ----
     def block(self, lane: int, start: int, stop: int) -> np.ndarray[Any, Any]:
@@ -304,7 +322,8 @@ class LayoutRows(TableRows):
         """How many time steps they are, and their data as `append_plan` takes them.
 
         Args:
-            extra: a key at the root, and what the rows also store there.
+            extra: a key at the root, and what the rows also store there: where `steps.own_index` is None, the index
+                that they will get if no other process writes before them (`append_plan` finds out).
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
@@ -318,12 +337,17 @@ class LayoutRows(TableRows):
     def append_plan(self, plan: Any, most: int | None = None) -> Tensor | int:
         """Writes checked data (`most`: only their first steps) behind the newest row of this process's lane.
 
+        They are counted once all of them are written. A seam comes before them where they do not go on from the newest
+        row (`border.py`), or where another process wrote that. Where processes take turns, it is this one's then, and
+        rows whose own index has become that of others raise an IndexTakenError; nothing was written. Sequences that the
+        places of the rows carried are 0.
+
         Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
         """
 
     @abc.abstractmethod
     def overwrite_plan(self, slots: Tensor, plan: Any) -> None:
-        """Writes checked rows over rows that exist."""
+        """Writes checked rows over rows that exist, and notes it (`Store.note_edits`, which native stores do)."""
 
     @abc.abstractmethod
     def prepare_overwrite(self, slots: Tensor, plan: Any, rows: Tensor, first: int) -> Callable[[], None]:

@@ -144,6 +144,7 @@ class ColumnSnapshot(ChangeTracker):
     """A copy of all rows of a storage that keeps columns, whose writers do not tell a save what they overwrite."""
 
     left_out = 0
+    observations: ObservationKeys | None = None  # they are columns like others
 
     def __init__(self, lanes: Lanes, source: Any) -> None:
         super().__init__(lanes)

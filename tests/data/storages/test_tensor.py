@@ -14,6 +14,7 @@ from contracts.each import each
 from data.storages.several_lanes import SeveralLanes
 from engram.data import LazyTensorStorage, ReplayBuffer, TensorStorage
 from engram.errors import StorageError
+from engram.store.lanes import Lanes
 from engram.testing import TableContract, numbers, steps
 
 
@@ -174,6 +175,43 @@ def test_device_auto_is_that_of_the_first_batch_and_initialized_tells_of_it():
     rb.extend(torch.arange(3))
     assert storage.initialized and storage.device == torch.device("cpu") and rb[:].tolist() == [0, 1, 2]
     assert TensorStorage(torch.arange(3)).initialized
+
+
+@each("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_columns_of_any_integer_are_written_read_and_saved(dtype):
+    given = torch.tensor([1, 2**16 - 1, 3, 4], dtype=dtype)
+    rb, twin = (ReplayBuffer(storage=TensorStorage({"x": x}), batch_size=4) for x in (given, torch.zeros_like(given)))
+    rb.extend({"x": torch.tensor([5, 2**16 - 2], dtype=dtype)})
+    rb[2] = {"x": torch.tensor(7, dtype=dtype)}
+    assert given.tolist() == rb[:]["x"].tolist() == rb.storage[0:4]["x"].tolist() == [5, 2**16 - 2, 7, 4]
+    assert rb.sample()["x"].dtype == rb.storage[0:4]["x"].dtype == dtype
+    twin.load_state_dict(rb.state_dict())
+    assert twin[:]["x"].tolist() == given.tolist() and copy.deepcopy(rb)[:]["x"].tolist() == given.tolist()
+
+
+def test_columns_count_no_row_that_could_not_be_written(monkeypatch):
+    rb = ReplayBuffer(storage=TensorStorage({"a": torch.zeros(4), "b": torch.zeros(4)}))
+    monkeypatch.setattr(Lanes, "next_slots", lambda self, n: torch.arange(10, 10 + n))  # which no column has
+    with pytest.raises(IndexError):
+        rb.extend({"a": torch.ones(2), "b": torch.ones(2)})
+    monkeypatch.undo()
+    assert rb.write_count == 4 and rb.storage[0:4]["a"].tolist() == [0, 0, 0, 0]
+
+
+@each("lead", [(4,), (2, 2)])
+def test_rows_of_an_expanded_tensor_are_written_one_by_one(lead):
+    given = TensorDict({"a": torch.zeros(4), "x": torch.zeros(1).expand(4)}, [4]).reshape(*lead)
+    rb = ReplayBuffer(storage=TensorStorage(given, ndim=len(lead)), dim_extend=0)
+    rb.extend(torch.ones_like(given)[:1])
+    assert rb[:]["x"].tolist() == rb[:]["a"].tolist() and rb[:]["x"].sum() == math.prod(lead[1:])
+
+
+def test_lanes_that_processes_share_count_no_rows_that_lie_elsewhere():
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=True))
+    rb.extend(torch.arange(3))
+    with pytest.raises(StorageError, match="the store that they lie in"):
+        rb.storage.lanes.advance(1)
+    assert len(rb) == 3
 
 
 def test_copies_and_checkpoints_of_columns_take_an_entry_without_elements(tmp_path):

@@ -85,7 +85,7 @@ from engram.pytree import (
 from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
 from engram.store.indexing import to_slots
-from engram.store.places import READ_ONLY
+from engram.store.rows import READ_ONLY
 from engram.store.steps import Steps
 from engram.transforms.adapters import as_transform
 from engram.transforms.base import Transform

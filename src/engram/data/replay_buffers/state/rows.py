@@ -32,7 +32,7 @@ from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
 from engram.store.packed_rows import PackedRows
-from engram.store.places import READ_ONLY
+from engram.store.rows import READ_ONLY
 from engram.store.table import Table, Unwritten
 from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
@@ -406,7 +406,7 @@ class SavedRows(SavedStorage):
     def source(self, background: bool) -> Any:
         table = self._table
         lanes, rows = table.lanes, table.rows
-        if not background and (lanes.locks is None or not isinstance(rows, PackedRows)):
+        if not background and lanes.locks is None:
             return StoredRows(table)  # no other process sees these rows
         if isinstance(rows, Unwritten):
             return EmptySource()

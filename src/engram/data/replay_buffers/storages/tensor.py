@@ -115,7 +115,8 @@ class TensorStorage(TableStorage):
     Args:
         storage: a tensor, TensorDict, tensorclass or pytree whose first `ndim` dimensions are `[time, ...]`. A
             TensorDict without entries is room for as many steps as its batch size says, which the first write fills
-            with entries: the rows are then the storage's own.
+            with entries: the rows are then the storage's own. Of a tensor whose elements share memory (`expand`), the
+            rows are a copy: written in place, one would change others.
         max_size: steps; must agree with the data.
         device: where the data must be; the data's own if None.
         ndim: batch dimensions.
@@ -146,7 +147,7 @@ class TensorStorage(TableStorage):
         if not entries and isinstance(storage, TensorDictBase):
             self._hold_rows(_table_with_room(storage, max_size, device, ndim), checkpointer)
             return
-        tensors = [_tensor(value, path) for path, value in entries]
+        tensors = [_with_own_elements(_tensor(value, path)) for path, value in entries]
         lead = _common_lead(entries, tensors, ndim)
         count = math.prod(lead)
         if max_size is not None and max_size not in (lead[0], count):
@@ -317,6 +318,12 @@ def _tensor(value: Any, path: pytree.KeyPath) -> Tensor:
     if value.device.type == "cpu":
         pytree.as_tensor(value, path)  # for its errors
     return value.detach()
+
+
+def _with_own_elements(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy of it where several of its elements are one."""
+    shares = any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.contiguous() if shares else tensor
 
 
 def _common_lead(entries: list[tuple[pytree.KeyPath, Any]], tensors: list[Tensor], ndim: int) -> tuple[int, ...]:
