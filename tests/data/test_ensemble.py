@@ -1097,3 +1097,17 @@ def test_prepared_batch_is_not_handed_out_after_its_member_was_emptied(monkeypat
     members[1].empty()
     members[1].extend(torch.full((20,), 7))
     assert both.sample()[1].tolist() == [7, 7, 7, 7]
+
+
+class Failing(ListStorage):
+    def close(self):
+        raise OSError("the disk is gone")
+
+
+def test_an_ensemble_of_which_a_member_fails_to_close_stays_one():
+    ensemble = StorageEnsemble(ListStorage(3), Failing(3))
+    with pytest.raises(OSError, match="the disk is gone"):
+        ensemble.close()
+    with pytest.raises(RuntimeError, match="not written to as a whole"):
+        ensemble.check(torch.zeros(1), False)
+    assert len(ensemble) == 2 and ensemble._storage == [[], []] and not ensemble.supports_conditional_update

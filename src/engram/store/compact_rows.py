@@ -28,8 +28,6 @@ class CompactRows(PackedRows):
     Where others see a row, it is whole.
     """
 
-    replaces_rows = False
-
     def __init__(
         self, lanes: Lanes, stored: StoredLayout, mapped: bool, env_shape: tuple[int, ...] = (), ndim: int = 1
     ) -> None:

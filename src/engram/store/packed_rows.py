@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from engram.store.files import StoreSpec, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
-from engram.store.rows import IndexTakenError, JoinedRows, LayoutRows, Rows, expand_slots
+from engram.store.rows import READ_ONLY, IndexTakenError, JoinedRows, LayoutRows, Rows, expand_slots
 from engram.store.steps import Steps
 
 _NO_INDEX = -1
@@ -120,6 +120,7 @@ class PackedRows(LayoutRows):
         self._gather = self._store.gather
         if self._store.read_only:
             self._gather = functools.partial(_gathered, lanes, self._store)
+            self.fit = self.overwrite = _refuse  # type: ignore[method-assign, assignment]
         self._index_leaves: dict[str, int | None] = {}
         self._leaf_numbers = {leaf.path: k for k, leaf in enumerate(layout.leaves)}
         self._chosen_leaves: dict[tuple[pytree.KeyPath, ...], list[int]] = {}
@@ -476,6 +477,10 @@ class PackedRows(LayoutRows):
 def _gathered(lanes: Lanes, store: _native.Store, *args: Any) -> Any:
     """As `Store.gather`, of a moment in which no other process changed rows in place."""
     return lanes.validated(lambda: store.gather(*args))
+
+
+def _refuse(*args: Any) -> NoReturn:
+    raise StorageError(READ_ONLY)
 
 
 def _push_envs(rows: PackedRows, *data: Any) -> Any:

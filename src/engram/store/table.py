@@ -136,13 +136,18 @@ class Table:
     @property
     def lane_count(self) -> int:
         """How many lanes there are, or will be."""
-        return self.size.lanes if self.rows is self._unwritten else self.rows.lanes.store.lanes
+        return self.size.lanes if self._lanes_here is None else self._lanes_here.store.lanes
 
     @property
     def max_size(self) -> int | None:
         """Steps that fit; None: no limit, or it is not known yet."""
         lanes = self._lanes_here if self.size.is_given else None
         return self.size.max_size if lanes is None else lanes.capacity
+
+    @property
+    def replaces_rows(self) -> bool:
+        """Whether rows can be written over others out of turn (`prepare_replace`)."""
+        return self.compact is None and self.rows.replaces_rows
 
     @property
     def extra(self) -> str:
@@ -179,17 +184,18 @@ class Table:
 
     def _begin(self, rows: TableRows) -> None:
         """Uses these rows from now on, and lets native calls use them."""
-        #: What keeps the rows.
-        self.rows = rows
         rows.take_mutex(self.mutex)
-        self.__dict__.pop("lanes", None)
         if rows.observations is not None and self.compact is None:
             self.compact = Compact.of(rows.observations)
+        here = rows.lanes if rows is not self._unwritten and self.place.keeps_rows() else None
         #: The lanes of rows that lie in the place; None: there are none yet, or a user's class keeps them.
-        self._lanes_here: Lanes | None = None
-        if rows is not self._unwritten and self.place.keeps_rows():
-            self.lanes = self._lanes_here = rows.lanes
-            rows.lanes.on_join = functools.partial(_bind_again, weakref.ref(self))
+        self._lanes_here: Lanes | None = here
+        #: What keeps the rows.
+        self.rows = rows
+        self.__dict__.pop("lanes", None)
+        if here is not None:
+            self.lanes = here
+            here.on_join = functools.partial(_bind_again, weakref.ref(self))
         rows.bind(self.native)
 
     def _no_lanes(self) -> Lanes:
@@ -481,15 +487,16 @@ class Table:
             try:
                 ends = self.place.close()
             finally:
-                if ends and self.rows is not self._unwritten:
+                if ends and self._lanes_here is not None:
                     lanes.close()
-                    self._end()
+                    self._end(self.rows.env_shape)
             if not ends:
                 lanes.release()
 
-    def _end(self) -> None:
-        """There are no rows any more."""
+    def _end(self, env_shape: tuple[int, ...] = ()) -> None:
+        """There are no rows any more; those that were had environments of this shape."""
         self._unwritten = Unwritten(self, self._no_lanes())
+        self._unwritten.env_shape = env_shape
         self._begin(self._unwritten)
 
 
@@ -503,7 +510,6 @@ class Unwritten(NoRows):
     def __init__(self, table: Table, lanes: Lanes) -> None:
         super().__init__(lanes, _nothing_written)
         self._table, self.ndim = weakref.ref(table), table.size.ndim
-        self.replaces_rows = table.compact is None
 
     def _now(self) -> TableRows:
         """The rows that this process, or another one, has made meanwhile. IndexError: there are none."""

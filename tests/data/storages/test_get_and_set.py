@@ -65,6 +65,15 @@ def buffer(storage=Emptied, cls=TensorDictReplayBuffer, **parts):
     return cls(storage=storage(10), batch_size=8, **parts)
 
 
+def test_who_looks_at_it_before_its_first_row_does_not_fix_how_many_rows_it_has():
+    storage = Emptied(5)
+    assert repr(storage) == "Emptied(max_size=5, len=0, ndim=1)"
+    for i in range(3):
+        storage.set(i, steps(i, i + 1)[0])
+    rb = ReplayBuffer(storage=storage)
+    assert rb.extend(steps(7, 8)).tolist() == [3] and numbers(rb[:]) == [0, 1, 2, 7]
+
+
 @pytest.mark.parametrize("storage", [Emptied, ListedStorage])
 class TestInABuffer:
     def test_user_storage_is_written_read_and_emptied(self, storage):

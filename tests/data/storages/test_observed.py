@@ -82,6 +82,7 @@ def test_observer_writes_nothing(job: ReplayBuffer, tmp_path: Path) -> None:
         lambda: rb.extend(steps(0, 2)), lambda: rb.add(steps(0, 1)[0]), lambda: rb.__setitem__(0, steps(0, 1)[0]),
         rb.empty, lambda: rb.loads(tmp_path / "saved"), lambda: rb.storage.lanes.hold(),
         lambda: rb.storage.set(0, steps(0, 1)[0]), lambda: rb.dumps(tmp_path / "saved", blocking=False),
+        lambda: rb.extend(torch.zeros(2, 3)), lambda: rb.storage.overwrite(torch.tensor([0]), steps(0, 1)),
     ):  # fmt: skip
         with pytest.raises(StorageError, match="read_only"):
             write()

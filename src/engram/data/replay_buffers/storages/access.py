@@ -22,7 +22,7 @@ from engram.data.replay_buffers.storages.setting import RowSetter
 from engram.pytree import KeyPath
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
 from engram.store.places import LaneCount
-from engram.store.rows import Checked, ItemReader, Rows, TableRows
+from engram.store.rows import Checked, ItemReader, Rows
 from engram.store.steps import Steps
 from engram.store.table import Table
 
@@ -109,27 +109,27 @@ class Access:
     # ---- reading at an index ----
     def get(self, index: Any) -> Any:
         """As `get` of a storage."""
-        return self._get(index, self._inner or self.table.rows)
+        return self._get(index, self._inner)
 
     def get_to_write(self, storage: UsersStorage, index: Any) -> Any:
         """As `get` of the storage, in the form in which rows are written over stored ones."""
-        return storage.get(index) if self.writes_as_read else self._get(index, self.table.rows)
+        return storage.get(index) if self.writes_as_read else self._get(index, None)
 
-    def _get(self, index: Any, methods: TableRows) -> Any:
-        read = functools.partial(self._read_stored, index, methods)
+    def _get(self, index: Any, inner: UsersRows | None) -> Any:
+        read = functools.partial(self._read_stored, index, inner)
         for _ in range(100):
             rows = self.table.lanes.validated(functools.partial(self.beside_writers, read))
             if rows.overwritten is None:
                 return rows.batch
         raise RuntimeError("other processes overwrite these rows faster than they can be copied; read fewer at a time")
 
-    def _read_stored(self, index: Any, methods: TableRows) -> Rows:
+    def _read_stored(self, index: Any, inner: UsersRows | None) -> Rows:
         """The rows at an index; MissingRowError where one of them is not stored now."""
         table = self.table
         with table.mutex:  # no row may be replaced between the look at the counters and the copy
             lanes = table.lanes
             selection = select(lanes.store, index, table.rows.env_shape)
-            rows = table.rows.of_selection(methods.read(selection.slots, selection.shape), selection)
+            rows = table.rows.of_selection((inner or table.rows).read(selection.slots, selection.shape), selection)
         if rows.absent is not None:
             raise unwritten(lanes.store, int(selection.slots[rows.absent[0]]))
         return rows
@@ -186,7 +186,7 @@ class Access:
                 rows.kept = {}
 
     def _setter(self) -> RowSetter:
-        return RowSetter(self.table, self._inner or self.table.rows, self.replacing)
+        return RowSetter(self.table, self._inner, self.replacing)
 
     @contextlib.contextmanager
     def setting_new_rows(self) -> Iterator[list[Tensor | int]]:

@@ -187,6 +187,9 @@ class _MembersPlaces(Place):
     def make(self, new: NewTable) -> NoReturn:
         raise _one_member("written to")
 
+    def keeps_rows(self) -> bool:
+        return False
+
     def shared(self, made: bool, name: str) -> NoReturn:
         raise not_shared(name)
 

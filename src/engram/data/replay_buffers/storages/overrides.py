@@ -270,6 +270,7 @@ class GetSetRows(UsersRows):
 
     def __init__(self, storage: UsersStorage, max_size: int | None, own: frozenset[str]) -> None:
         super().__init__(storage, max_size, own - {"replace"})  # which would call this one by `super()`
+        self.replaces_rows = "replace" in own
         self.collate = _collate_list
         self._mutex: Any = contextlib.nullcontext()
 

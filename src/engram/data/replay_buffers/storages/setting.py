@@ -45,8 +45,13 @@ class SetPlan(NamedTuple):
 class RowSetter:
     """Writes at any index of a table; the caller holds its mutex."""
 
-    def __init__(self, table: Table, methods: _Methods, replacing: Replacing) -> None:
-        self._table, self._methods, self._replacing = table, methods, replacing
+    def __init__(self, table: Table, inner: _Methods | None, replacing: Replacing) -> None:
+        self._table, self._inner, self._replacing = table, inner, replacing
+
+    @property
+    def _methods(self) -> _Methods:
+        """What writes: asked for at each use, as rows may be given others for their sequences."""
+        return self._inner or self._table.rows
 
     def set(self, cursor: Any, given: Steps, *, new_rows: bool) -> Tensor | int | None:
         """Writes rows; with `new_rows` those that take the place of others are new ones, too.
@@ -71,7 +76,7 @@ class RowSetter:
         if new_rows and torch.equal(steps, following):
             stored[:] = False  # round the ring: the newest rows take the place of the oldest
         # A new row can take the place of any stored one where that gets a sequence of its own.
-        as_new = new_rows and table.rows.replaces_rows and table.rows.ndim == 1
+        as_new = new_rows and table.replaces_rows and table.rows.ndim == 1
         as_new = as_new and table.lanes.store.lanes == 1
         if bool(stored.all()) and not as_new:
             return None
