@@ -26,7 +26,7 @@ from engram.envs.transforms import CatFrames, Compose, MultiStepTransform, Rewar
 from engram.store.items import ItemRows
 from engram.store.lanes import Lanes
 from engram.store.packed_rows import PackedRows
-from engram.store.views import ChangeTracker
+from engram.store.snapshots import ChangeTracker
 from law.combos import Combo
 from law.own_parts import OwnSamplerWithState, OwnTransform
 

@@ -27,7 +27,7 @@ from engram.data import (
     StorageEnsemble,
     TensorStorageCheckpointer,
 )
-from engram.store.views import RowSnapshot
+from engram.store.snapshots import RowSnapshot
 from processes.held_lanes import HeldLaneCount
 from processes.rows import Faults, Maker, check_rows, check_slices, columns
 

@@ -161,7 +161,7 @@ def cuts(rb):
 
 def test_trajectories_are_cut_where_a_writer_moves_on_and_only_there(make):
     rb = make(120, 2)
-    lanes, capacity = rb.storage._rows_table.size.lanes, 120 // rb.storage._rows_table.size.lanes
+    lanes, capacity = rb.storage._held_table.size.lanes, 120 // rb.storage._held_table.size.lanes
     rb.extend(steps(0, 120))
     assert cuts(rb) == [[] for _ in range(lanes)]
     rb.extend(steps(120, 120 + capacity + 3))
@@ -184,7 +184,7 @@ def step(observation: float, next_observation: float) -> TensorDict:
 
 def test_what_a_writer_knows_of_its_borders_comes_with_it_to_the_next_lane(make):
     rb = make(16, 2)
-    capacity = rb.storage._rows_table.size.max_size // rb.storage._rows_table.size.lanes
+    capacity = rb.storage._held_table.size.max_size // rb.storage._held_table.size.lanes
     for k in range(capacity + 1):  # the last one begins a lane
         rb.add(step(k, k + 1))
     rb.add(step(100, 101))
@@ -193,7 +193,7 @@ def test_what_a_writer_knows_of_its_borders_comes_with_it_to_the_next_lane(make)
 
 def test_borders_are_not_judged_by_what_another_writer_had_in_the_lane(make):
     rb = make(16, 2)
-    size = rb.storage._rows_table.size
+    size = rb.storage._held_table.size
     rb.add(step(0, 0))
     for k in range(1, size.max_size):
         rb.add(step(2 * k, 0))  # of this process no step shows what the one before it said

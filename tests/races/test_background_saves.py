@@ -25,7 +25,7 @@ from engram.data import (
 )
 from engram.data.replay_buffers.checkpointers import rows
 from engram.errors import CheckpointError
-from engram.store.views import RowSnapshot
+from engram.store.snapshots import RowSnapshot
 from engram.testing.helpers import numbers, state_of, steps
 
 KINDS = ["list", "memory", "mapped", "tensors", "environments"]

@@ -15,7 +15,7 @@ from engram.checkpoint.by_path import BY_PATH, RestoreByPath, SaveByPath
 from engram.checkpoint.reader import SnapshotReader
 from engram.checkpoint.writer import SnapshotWriter
 from engram.store.layout import RowLayout
-from engram.store.views import PrivateRows
+from engram.store.snapshots import PrivateRows
 
 Rows = npt.NDArray[np.uint8]
 

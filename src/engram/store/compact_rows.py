@@ -32,7 +32,7 @@ class CompactRows(PackedRows):
         self, lanes: Lanes, stored: StoredLayout, mapped: bool, env_shape: tuple[int, ...] = (), ndim: int = 1
     ) -> None:
         super().__init__(lanes, stored.logical, mapped, env_shape, ndim, stored=stored)
-        self._observed = {path for pair in stored.following.items() for path in pair}
+        self._stored_once = {path for pair in stored.following.items() for path in pair}
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class CompactRows(PackedRows):
         reward: pytree.KeyPath,
         done: pytree.KeyPath,
     ) -> tuple[Tensor, ...] | None:
-        if self._observed.intersection((reward, done)):
+        if self._stored_once.intersection((reward, done)):
             return None
         return super().read_n_steps(slots, discounts, reward, done)
 

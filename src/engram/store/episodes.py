@@ -17,7 +17,7 @@ from engram._copies import PartlyCopied
 from engram.pytree import SIGNED, Key, KeyPath, as_path, format_key, to_tensor
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec
-from engram.store.packed_rows import NativeRows
+from engram.store.packed_rows import NativeCalls
 from engram.store.row_form import DONE, IDS
 
 _FLAGS = (torch.bool, torch.uint8, torch.int8)
@@ -30,7 +30,7 @@ class StepSource(Protocol):
     """A storage as the index reads it."""
 
     mutex: Any
-    native: NativeRows
+    native: NativeCalls
 
     @property
     def lanes(self) -> Lanes: ...

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import engram._native as _native
 from engram._copies import MadeAnew, share_fd
@@ -35,7 +35,6 @@ from engram.store.places import (
 )
 from engram.store.rows import TableRows
 
-_T = TypeVar("_T")
 _MADE = b"\1"
 _LOCK_BYTE = 1 << 60  # of the flag's file: far behind its end
 _MAKE_TIMEOUT = 60.0  # seconds that a process waits for another one that makes the store
@@ -192,8 +191,8 @@ class FirstWriters(Place):
         log.info("storage that processes share from its first row on: %s", spec)
         return self._opened(*self._unmade.open_or_make(spec), new.layout, new.given_lanes)
 
-    def rows(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
-        return self._place.rows(lanes, stored, env_shape, ndim)
+    def rows_of(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
+        return self._place.rows_of(lanes, stored, env_shape, ndim)
 
     def _opened(
         self, store: _native.Store, locks: LaneLocks, layout: RowLayout | None, given_lanes: int | LaneCount | None
@@ -203,7 +202,7 @@ class FirstWriters(Place):
         if layout is not None and not layout.differences(saved.logical):
             saved.logical.take_form(layout)  # which may have a tensorclass, unnamed in the store
         lanes = open_lanes(store, locks, given_lanes)
-        return self.rows(lanes, saved, env_shape, ndim)
+        return self.rows_of(lanes, saved, env_shape, ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         return new.spec(with_dimensions=True).total_bytes

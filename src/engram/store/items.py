@@ -40,7 +40,7 @@ from engram.store.border import ItemBorder
 from engram.store.indexing import Selection
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
-from engram.store.packed_rows import NativeRows, PackedRows
+from engram.store.packed_rows import NativeCalls, PackedRows
 from engram.store.rows import Checked, Rows, TableRows, warn_of_items
 from engram.store.steps import Steps
 
@@ -107,7 +107,7 @@ class ItemRows(TableRows):
     """
 
     def __init__(self, max_size: int | None, codec: ItemCodec = COPIES, device: torch.device | None = None) -> None:
-        self.codec, self._device, self._native = codec, device, NativeRows()
+        self.codec, self._device, self._native = codec, device, NativeCalls()
         self.collate = codec.collate
         self._begin(max_size)
 
@@ -128,7 +128,7 @@ class ItemRows(TableRows):
             raise ValueError(f"the storage has {len(self._lanes)} items and max_size=None: too late for a limit")
         self._begin(max_size)
 
-    def bind(self, native: NativeRows) -> None:
+    def bind(self, native: NativeCalls) -> None:
         self._native = native
         self._bind()
 

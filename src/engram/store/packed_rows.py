@@ -30,7 +30,7 @@ _FLOAT_BITS = {torch.float32: 32, torch.float64: 64}
 _new_tuple: Any = tuple.__new__
 
 
-class NativeRows:
+class NativeCalls:
     """What native calls may do with stored rows past the methods of a storage, now."""
 
     __slots__ = ("_appends", "_reads", "_rows", "appended", "push", "read", "source")
@@ -433,7 +433,7 @@ class PackedRows(LayoutRows):
         at = 0 if leaf is None else self.stored.offset(leaf)
         return None if leaf is None or at + leaf.nbytes > self._store.payload_bytes else at
 
-    def bind(self, native: NativeRows) -> None:
+    def bind(self, native: NativeCalls) -> None:
         if self._store.read_only:  # native calls validate what they read themselves
             native.bind_source(self)
             return

@@ -41,7 +41,7 @@ from engram.store.layout import ObservationKeys, RowLayout, StoredLayout
 from engram.store.locks import LaneLocks
 from engram.store.nodes import note_node
 from engram.store.packed_rows import PackedRows
-from engram.store.rows import READ_ONLY, TableRows
+from engram.store.rows import READ_ONLY, TableRows, check_envs
 
 NOT_SENT = (
     "which belongs to its process; LazyTensorStorage(shared=True) and LazyMemmapStorage can be sent to others, and "
@@ -303,7 +303,7 @@ class Place(abc.ABC):
     def make(self, new: NewTable) -> TableRows:
         """The rows of a new table. Raises StorageError, with the numbers, where there is no room for them."""
 
-    def rows(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
+    def rows_of(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
         """Those of a store that lies here."""
         return _rows_of(lanes, stored, env_shape, ndim, mapped=False)
 
@@ -423,7 +423,7 @@ class PrivateMemory(Place):
             return ColumnarRows.empty(lanes, spec.layout, new.env_shape, new.ndim, self.device)
         log.info("storage in memory: %s", spec)
         refuse_if_memory_is_short(spec)
-        return self.rows(Lanes(spec.create(-1)), spec.stored, new.env_shape, new.ndim)
+        return self.rows_of(Lanes(spec.create(-1)), spec.stored, new.env_shape, new.ndim)
 
     def bytes_of(self, new: NewTable) -> int:
         if self.device.type == "cpu":
@@ -489,10 +489,7 @@ class GivenRoom(PrivateMemory):
         self._data, self._lead = data, lead
 
     def make(self, new: NewTable) -> TableRows:
-        if new.env_shape != self._lead[1:]:
-            raise ValueError(
-                f"the batch has environments of shape {list(new.env_shape)}, this storage {list(self._lead[1:])}"
-            )
+        check_envs(new.env_shape, self._lead[1:])
         return super().make(new)
 
     def shared(self, made: bool, name: str) -> NoReturn:
@@ -526,7 +523,7 @@ class SharedMemory(Place):
 class _File(Place):
     """A file that is mapped, so that reading rows may wait for a disk."""
 
-    def rows(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
+    def rows_of(self, lanes: Lanes, stored: StoredLayout, env_shape: tuple[int, ...], ndim: int) -> PackedRows:
         lanes.store.advise_random()
         return _rows_of(lanes, stored, env_shape, ndim, mapped=True)
 
@@ -625,7 +622,7 @@ class NamedFile(_File):
             saved.logical.take_form(new.layout)  # which may have a tensorclass, unnamed in the file
             ndim = new.ndim
         lanes = open_lanes(session.store, session.locks, given_lanes, session.on_take, session.on_exclusive)
-        return self.rows(lanes, saved, env_shape, ndim)
+        return self.rows_of(lanes, saved, env_shape, ndim)
 
     def awaits_others(self) -> bool:
         return not self._is_closed
@@ -688,7 +685,7 @@ class NamedFile(_File):
 def _made_in(fd: int, spec: StoreSpec, new: NewTable, place: Place) -> PackedRows:
     """The rows of a store that is made in an open file, which other processes may open."""
     lanes = open_lanes(spec.create_in(fd), LaneLocks(fd), new.given_lanes)
-    return place.rows(lanes, spec.stored, new.env_shape, new.ndim)
+    return place.rows_of(lanes, spec.stored, new.env_shape, new.ndim)
 
 
 def not_shared(name: str) -> ValueError:
@@ -741,7 +738,7 @@ class ObservedFile(_File):
             raise StorageError(f"{file.path} has no readable layout: {error}") from error
         self.lanes = ObservedLanes(file.store, folder)
         #: What is in the store.
-        self.opened = self.rows(self.lanes, stored, env_shape, ndim)
+        self.opened = self.rows_of(self.lanes, stored, env_shape, ndim)
 
     def freeze(self) -> None:
         """Hides the rows that are written from now on; there are none once it is closed."""

@@ -23,7 +23,7 @@ from engram.store.steps import Steps
 
 if TYPE_CHECKING:
     from engram.store.observation_shares import ObservationShares
-    from engram.store.packed_rows import NativeRows
+    from engram.store.packed_rows import NativeCalls
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 NO_STEPS = "nothing to add: the batch has no steps"
@@ -241,7 +241,7 @@ class TableRows(abc.ABC):
         """Takes the mutex that writers hold."""
         self.lanes.mutex = mutex
 
-    def bind(self, native: NativeRows) -> None:
+    def bind(self, native: NativeCalls) -> None:
         """Lets native calls use the rows, as far as they can."""
         native.unbind()
 
@@ -360,20 +360,13 @@ class LayoutRows(TableRows):
         merged, extra = steps, None
         if steps.lead > 1:
             merged = steps.with_one_env_dim()
-            self.check_envs(steps)
+            check_envs(steps.env_shape, self.env_shape)
         if steps.index_key is not None and (steps.index_key,) in self.layout.paths:
             extra = steps.index_key, self._own_index.of(merged)
         count, plan = self.plan(merged, extra)
         if not count:
             raise ValueError(NO_STEPS)
         return Checked(count, plan)
-
-    def check_envs(self, steps: Steps) -> None:
-        """A ValueError where steps are of other environments."""
-        if steps.env_shape != self.env_shape:
-            raise ValueError(
-                f"the batch has environments of shape {list(steps.env_shape)}, this storage {list(self.env_shape)}"
-            )
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         slots, envs = self.append_plan(checked.data, most), self.lanes.envs
@@ -410,6 +403,12 @@ class LayoutRows(TableRows):
     # ---- reading ----
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         return next((leaf for leaf in self.layout.leaves if leaf.path == path), None)
+
+
+def check_envs(given: tuple[int, ...], own: tuple[int, ...]) -> None:
+    """A ValueError where the environments of steps are not those of the rows."""
+    if given != own:
+        raise ValueError(f"the batch has environments of shape {list(given)}, this storage {list(own)}")
 
 
 def each_of_steps(rows: TableRows, items: Any, shape: tuple[int, ...], n: int, env_dims: int) -> Any:

@@ -1,6 +1,10 @@
 """A table: rows of one kind in a place. How they come to be there, who else may make them, and how it ends.
 
-A table is in one of these states. It has lanes in each:
+`lanes` are those of the store that is in use by now: asking for them looks whether another process has made it. `rows`
+are asked for after `look`, or after `lanes`.
+
+A table is in one of these states. It has lanes in each. Its place knows which of the first two, and whether it is
+closed (`awaits_others`):
 
     unwritten   There is no store: the lanes count no rows, and `rows` are `Unwritten`. Tables in memory begin so, and
                 those in temporary files.
@@ -10,18 +14,22 @@ A table is in one of these states. It has lanes in each:
                 so whose folder holds a store, that are made around tensors, that only read (`ObservedFile`), and those
                 of items and of users' classes.
     closed      As unwritten: the stores of others are not looked for. Another write makes a store, or opens the one
-                that is in the folder.
+                that is in the folder; one that only reads refuses it.
 
-What changes one into another; each ends in `_begin`, which uses other rows from then on:
+What changes one into another. Where rows become others, it ends in `_begin`:
 
     make        unwritten, awaited, closed -> written: by a first batch, a layout or a load (`make_for`). Of several
                 processes the first one makes the store, and the others open it.
     look        awaited -> written, where another process has made the store.
     take_sent   In a process that was sent the storage: unwritten -> written by the file of the store; before there is
                 one, unwritten -> awaited.
+    share       unwritten -> unwritten, or awaited: the place becomes one that processes share.
+    limit       written -> written, of items that there are none of yet: they get a limit.
     carry_sequences
-                written -> written: the same rows, each with room for a sequence.
-    take_back   written -> unwritten: a load that failed takes back the table that it made, but for those in folders.
+                written -> written: the same rows, each with room for a sequence; columns get one more where they are
+                (also in `expect_sequences`).
+    take_back   written -> unwritten: a load that failed takes back the table that it made, unless other processes may
+                have it open by now (`_Sink._reset` in `state/rows.py`).
     close       any -> closed where rows lie in files; in memory only this process's lane is given back.
     after_fork  The child is in the state of its parent, with a copy of the rows where memory is private. At its first
                 use (`Lanes.use`) it becomes a user of a store that is shared, or is warned of the copy.
@@ -36,7 +44,8 @@ What holds, whatever processes and threads do, and the tests that fail where it 
        (contracts/lock_order.py, in every test)
     4. Who looks at `lanes` has those of the store as soon as its maker lets others in, at the end of
        `UnmadeStore.held`. (processes/test_shared_init.py)
-    5. Lanes, rows and what is derived from them are exchanged in one function, `_begin`. (data/test_loads_that_fail.py)
+    5. Lanes, rows and what is derived from them are exchanged in one function, `_begin`; who writes or reads asks for
+       them under the mutex. (data/test_loads_that_fail.py, data/storages/test_exchanged_rows.py)
     6. A child that was forked before the first write, and has rows of its own for that, is told at its first use.
        (processes/test_stores_in_processes.py: test_a_child_that_was_forked_before_the_first_write_...)
     7. A look opens nothing that was closed. (processes/test_shared_init.py: test_a_closed_one_is_not_opened_again)
@@ -75,9 +84,9 @@ from engram.store.files import open_passed_store
 from engram.store.first_writers import FirstWriters
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, specs_of
-from engram.store.packed_rows import NativeRows
+from engram.store.packed_rows import NativeCalls
 from engram.store.places import NewTable, Place, TableSize, locks_of, open_lanes
-from engram.store.rows import NO_STEPS, Checked, NoRows, Rows, TableRows, warn_of_items
+from engram.store.rows import NO_STEPS, Checked, NoRows, Rows, TableRows, check_envs, warn_of_items
 from engram.store.steps import Steps
 
 #: Makes a block in which all rows are replaced, by the name of the operation.
@@ -119,7 +128,7 @@ class Table:
         self._make_lock = threading.Lock()
         self._expects_sequences = False
         #: What native calls do with the rows.
-        self.native = NativeRows()
+        self.native = NativeCalls()
         #: The n of n-step rows, whose next observation is that of the n-th row behind them; 1: rows of single steps.
         self.horizon = 1
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
@@ -258,10 +267,8 @@ class Table:
             if is_first:
                 self._make_for_first(merged, steps)
         rows = self.rows
-        if self.place.awaits_others() and rows.env_shape != steps.env_shape:  # one of them may have made it
-            raise ValueError(
-                f"the batch has environments of shape {list(steps.env_shape)}, this storage {list(rows.env_shape)}"
-            )
+        if self.place.awaits_others():  # one of them may have made it
+            check_envs(steps.env_shape, rows.env_shape)
         return rows.fit(steps)
 
     def _make_for_first(self, steps: Steps, given: Steps) -> None:
@@ -419,7 +426,7 @@ class Table:
         elif "descriptor" in state:
             store, locks, stored = open_passed_store(state["descriptor"])
             lanes = open_lanes(store, locks, self.size.given_lanes)
-            self._begin(self.place.rows(lanes, stored, state["env_shape"], self.size.ndim))
+            self._begin(self.place.rows_of(lanes, stored, state["env_shape"], self.size.ndim))
 
     # ---- copies and loads ----
     def arguments(self) -> dict[str, Any] | None:
@@ -446,7 +453,7 @@ class Table:
             root, leaves, carries_sequence, env_shape, _, *observations = form
             self.make_for(RowLayout(root, leaves, carries_sequence), env_shape, 0, *observations)
 
-    def make_room(self, layout: RowLayout, replacing: Replacing) -> None:
+    def widen_for(self, layout: RowLayout, replacing: Replacing) -> None:
         """Before rows of this layout are restored: makes room for the sequences that they carry, where it can."""
         if (self._expects_sequences or layout.carries_sequence) and self.rows.widened is not None:
             self.carry_sequences(replacing)

@@ -76,7 +76,7 @@ COMPUTED = {
     ("data/replay_buffers/writers/round_robin.py", "_optional"): "the functions that call it",
     ("data/replay_buffers/scheduler.py", "__init__"): "the caller, who names a setting of his sampler",
     ("data/replay_buffers/scheduler.py", "_set"): "the caller, who names a setting of his sampler",
-    ("data/replay_buffers/storages/overrides.py", "__getattr__"): "a user's own writer, which asks for an attribute",
+    ("data/replay_buffers/storages/users.py", "__getattr__"): "a user's own writer, which asks for an attribute",
     ("transforms/torchrl.py", "__getattr__"): "the transform, which asks for an attribute of the environment",
     ("transforms/base.py", "state_settings"): "_state_settings of the class",
     ("transforms/adapters.py", "_methods"): "the methods that stand there",

@@ -17,7 +17,7 @@ from engram.data import (
     ReplayBuffer,
     TensorStorage,
 )
-from engram.data.replay_buffers.storages.overrides import own_attributes
+from engram.data.replay_buffers.storages.users import own_attributes
 
 
 class NamedTensors(LazyTensorStorage):

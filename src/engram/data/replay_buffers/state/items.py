@@ -15,7 +15,7 @@ from engram.data.replay_buffers.state.checkpointers.items import ListStorageChec
 from engram.data.replay_buffers.state.plans import SavableStorage, SavedStorage
 from engram.errors import CheckpointMisfitError, StorageError
 from engram.store.counters import Counters, check_sequences
-from engram.store.views import ItemSnapshot
+from engram.store.snapshots import ItemSnapshot
 
 if TYPE_CHECKING:
     from engram.store.items import ItemRows

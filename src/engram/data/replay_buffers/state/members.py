@@ -10,7 +10,7 @@ from engram import _forms as forms
 from engram.data.replay_buffers.state.checkpointers.members import StorageEnsembleCheckpointer
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.errors import CheckpointMisfitError, differences_of
-from engram.store.views import EnsembleSnapshot
+from engram.store.snapshots import EnsembleSnapshot
 
 _MISFIT = "the state does not fit this ensemble"
 

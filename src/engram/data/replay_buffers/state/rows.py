@@ -33,8 +33,8 @@ from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
 from engram.store.packed_rows import PackedRows
 from engram.store.rows import READ_ONLY
+from engram.store.snapshots import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 from engram.store.table import Table, Unwritten
-from engram.store.views import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 
 _COPY_BLOCK_BYTES = 16 << 20
 _STAGED_BYTES = 1 << 28  # rows that a load keeps aside: those that come, until they are verified, and those that go
@@ -174,7 +174,7 @@ class RowLoad(_Sink):
         self.check_restore(layout, counters)
         self._makes_table = self._table.rows.layout is None and layout is not None
         if layout is not None:
-            self._make_room(layout, counters)
+            self._make_or_widen(layout, counters)
         self._lanes, self._loaded = self._table.rows.lanes, self._table.rows
         # From here on the old rows are being lost: whatever may fail comes first.
         self._byte_order = None  # where a saved row has each byte of ours, as its keys may have been in another order
@@ -192,11 +192,11 @@ class RowLoad(_Sink):
         if self._loaded.layout is not None:
             self._write = self._loaded.block_writer(bases)
 
-    def _make_room(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
+    def _make_or_widen(self, layout: dict[str, Any], counters: dict[str, Any]) -> None:
         """Makes the table where there is none, and room for what these rows carry."""
         table = self._table
         if (own := table.rows.layout) is not None:
-            table.make_room(layout_of(layout, own), self._replacing)
+            table.widen_for(layout_of(layout, own), self._replacing)
             return
         # A copy: batches of this storage may give it another form, and what was saved may fill several storages.
         made = copy.copy(layout_of(layout, None))

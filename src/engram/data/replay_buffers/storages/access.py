@@ -11,14 +11,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from engram.data.replay_buffers.storages.overrides import (
-    CountedSets,
-    GetSetRows,
-    OuterMethods,
-    UsersRows,
-    UsersStorage,
-)
+from engram.data.replay_buffers.storages.overrides import OuterMethods
 from engram.data.replay_buffers.storages.setting import RowSetter
+from engram.data.replay_buffers.storages.users import CountedSets, GetSetRows, UsersRows, UsersStorage
 from engram.pytree import KeyPath
 from engram.store.indexing import MissingRowError, look_again, select, unwritten
 from engram.store.places import LaneCount

@@ -11,7 +11,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,13 +24,8 @@ from engram.checkpoint.snapshot import save_snapshot
 from engram.data.replay_buffers.state.items import SavedSteps
 from engram.data.replay_buffers.state.plans import SavedStorage
 from engram.data.replay_buffers.storages.access import Access
-from engram.data.replay_buffers.storages.overrides import (
-    GetSetRows,
-    OuterMethods,
-    UsersPlace,
-    UsersRows,
-    own_attributes,
-)
+from engram.data.replay_buffers.storages.overrides import OuterMethods
+from engram.data.replay_buffers.storages.users import GetSetRows, UsersPlace, UsersRows, own_attributes
 from engram.pytree import KeyPath
 from engram.store.indexing import check_stored, from_slots, stored_slots, tensor_of, to_slots
 from engram.store.lanes import Lanes
@@ -39,8 +34,6 @@ from engram.store.places import TableSize
 from engram.store.rows import Checked, Rows, TableRows
 from engram.store.steps import Steps
 from engram.store.table import Table
-
-_T = TypeVar("_T")
 
 
 @contextlib.contextmanager
@@ -134,13 +127,13 @@ class Storage(MadeFromParts):
         if own & {"check", "append", "overwrite", "read", "replace"} and type(table.rows) is not UsersRows:
             inner = UsersRows(self, None, own, table)
         # What our methods do, where these are not the rows'.
-        self._outer_methods: TableRows | OuterMethods | None = None
+        self._our_methods: TableRows | OuterMethods | None = None
         if isinstance(table.rows, UsersRows):
-            self._outer_methods = table.rows.ours if type(table.rows) is UsersRows else None
+            self._our_methods = table.rows.ours if type(table.rows) is UsersRows else None
         else:
             self.ndim = table.rows.ndim
             if own & {"set", "get", "read", "_empty"}:
-                self._outer_methods = outer = OuterMethods(table, self, own)
+                self._our_methods = outer = OuterMethods(table, self, own)
             reads = not own & {"get", "read", "column", "leaf"}
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
             table.rows.bind(self.native)
@@ -171,7 +164,7 @@ class Storage(MadeFromParts):
 
         The first write may bring others, here or in another process: ask for them at each use.
         """
-        outer = self._outer_methods
+        outer = self._our_methods
         return self._held_table.lanes if outer is None else outer.lanes
 
     @property
@@ -182,7 +175,7 @@ class Storage(MadeFromParts):
     @property
     def env_shape(self) -> tuple[int, ...]:
         """The shape of the environments: `()` with ndim=1, `(envs,)` with ndim=2."""
-        return (self._outer_methods or self._held_table.rows).env_shape
+        return (self._our_methods or self._held_table.rows).env_shape
 
     @property
     def supports_conditional_update(self) -> bool:
@@ -298,7 +291,7 @@ class Storage(MadeFromParts):
             StorageError: the table cannot be made.
         """
         steps = Steps.given(items, single, time_dim, index_key, index, ndim=self._held_table.rows.ndim)
-        return (self._outer_methods or self._held_table.rows).fit(steps)
+        return (self._our_methods or self._held_table.rows).fit(steps)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor | int:
         """Writes behind the newest row; returns slots, int64 [steps * envs] in the order of time.
@@ -306,14 +299,14 @@ class Storage(MadeFromParts):
         With `most`, only so many of the first steps. Of one step without batch dimensions it may return the slot as a
         number.
         """
-        return (self._outer_methods or self._held_table.rows).append(checked, most)
+        return (self._our_methods or self._held_table.rows).append(checked, most)
 
     def replace(self, checked: Checked, rows: Tensor, slots: Tensor) -> None:
         """Writes rows (int64 [n]) of a checked batch over stored ones; the caller uses the storage exclusively.
 
         Each gets a sequence of its own (`lanes.reserve_sequences`), which `lanes.own_sequences` returns.
         """
-        (self._outer_methods or self._held_table.rows).prepare_replace(checked, rows, slots)()
+        (self._our_methods or self._held_table.rows).prepare_replace(checked, rows, slots)()
 
     def overwrite(self, slots: Tensor, items: Any, index_key: str | None = None) -> None:
         """Writes items over stored rows, one for each slot (int64 [n]); the caller uses the storage exclusively.
@@ -324,7 +317,7 @@ class Storage(MadeFromParts):
             IndexError: a slot holds no row.
             ValueError, TypeError: the items do not fit; nothing was written.
         """
-        (self._outer_methods or self._held_table.rows).overwrite(slots, Steps(items, index_key=index_key))
+        (self._our_methods or self._held_table.rows).overwrite(slots, Steps(items, index_key=index_key))
 
     # ---- reading ----
     def read(
@@ -341,15 +334,15 @@ class Storage(MadeFromParts):
             extra: entries to add at the root of the batch.
             sequences: also return each row's sequence.
         """
-        return (self._outer_methods or self._held_table.rows).read(slots, shape, extra, sequences)
+        return (self._our_methods or self._held_table.rows).read(slots, shape, extra, sequences)
 
     def leaf(self, path: KeyPath) -> LeafSpec | None:
         """Dtype and shape of one leaf of a stored step; None: steps have no such leaf."""
-        return (self._outer_methods or self._held_table.rows).leaf(path)
+        return (self._our_methods or self._held_table.rows).leaf(path)
 
     def column(self, path: KeyPath, slots: Tensor) -> Tensor:
         """One leaf of the steps at these time slots: [n, *envs, ...]. The caller holds the storage's mutex."""
-        return (self._outer_methods or self._held_table.rows).column(path, slots)
+        return (self._our_methods or self._held_table.rows).column(path, slots)
 
     def get(self, index: Any) -> Any:
         """The rows at an index, copied.
@@ -403,7 +396,7 @@ class Storage(MadeFromParts):
             StorageInUseError: another process has the storage open.
         """
         with self.access.replacing("empty"):
-            (self._outer_methods or self._held_table.rows).clear(reset_count)
+            (self._our_methods or self._held_table.rows).clear(reset_count)
 
     def _empty(self) -> None:
         """Called before all rows are forgotten, of a child that overrides it as TorchRL's users do."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,8 +31,6 @@ from engram.store.places import (
 )
 from engram.store.table import Table
 
-_T = TypeVar("_T")
-
 
 class ObservedMemmapStorage(TableStorage):
     """A read-only view of a mapped store that other processes may be writing.
@@ -54,7 +52,7 @@ class ObservedMemmapStorage(TableStorage):
         opened = self._file.opened
         size = TableSize(opened.lanes.capacity, None, opened.ndim, None)
         size.take(opened)
-        self._rows_table = table = Table(size, self._file, opened)
+        table = Table(size, self._file, opened)
         self._hold(table, checkpointer, functools.partial(SavedObservedRows, table=table), TensorStorage)
 
     def freeze(self) -> None:

@@ -72,7 +72,7 @@ class RowSetter:
         table, steps = self._table, _listed_steps(index)
         if steps is None:
             return None
-        stored, following = self._are_stored(steps), next_steps(table, len(steps))
+        stored, following = self._are_stored(steps), table.lanes.next_slots(len(steps))
         if new_rows and torch.equal(steps, following):
             stored[:] = False  # round the ring: the newest rows take the place of the oldest
         # A new row can take the place of any stored one where that gets a sequence of its own.
@@ -171,11 +171,6 @@ class RowSetter:
             return index
         steps = range(start, stop)
         return index if bool(self._are_stored(torch.tensor(steps, device="cpu")).all()) else steps
-
-
-def next_steps(table: Table, n: int) -> Tensor:
-    """The time steps that the next n rows of this process go to: int64 [n]."""
-    return table.lanes.next_slots(n)
 
 
 def _length(items: Any) -> int | None:

@@ -45,7 +45,6 @@ class TableStorage(Storage):
 
     def _hold_rows(self, table: Table, checkpointer: Any) -> None:
         """Begins with a table."""
-        self._rows_table = table
         self._hold(table, checkpointer, functools.partial(SavedRows, table=table), TensorStorage)
 
     def adopt(self, layout: RowLayout) -> None:
@@ -63,7 +62,7 @@ class TableStorage(Storage):
         """
         if self.ndim != 1:
             raise ValueError(f"a layout says nothing of environments: ndim must be 1, it is {self.ndim}")
-        self._rows_table.adopt(layout)
+        self._held_table.adopt(layout)
 
     # ---- rows as bytes ----
     def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
@@ -84,20 +83,20 @@ class TableStorage(Storage):
             tensor([0, 1, 2])
         """
         with self.mutex:
-            return _packed(self._rows_table).append_packed(rows)
+            return _packed(self._held_table).append_packed(rows)
 
     def append_leaves(self, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
         with self.mutex:
-            return _packed(self._rows_table).append_leaves(leaves)
+            return _packed(self._held_table).append_leaves(leaves)
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         """As `read`, as bytes: `batch` is a list of one tensor, uint8 [n, layout.payload_bytes].
 
         With `by_leaf` a list with the bytes of each leaf, uint8 [n, nbytes].
         """
-        return self._rows_table.rows.lanes.validated(
-            functools.partial(_packed(self._rows_table).read_packed, slots, by_leaf, sequences)
+        return self._held_table.rows.lanes.validated(
+            functools.partial(_packed(self._held_table).read_packed, slots, by_leaf, sequences)
         )
 
 
@@ -168,11 +167,11 @@ class TensorStorage(TableStorage):
     @property
     def device(self) -> torch.device:
         """Where the rows are."""
-        return self._rows_table.place.device
+        return self._held_table.place.device
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self._rows_table.place.device = device
+        self._held_table.place.device = device
 
 
 def _table_with_room(room: TensorDictBase, max_size: int | None, device: Any, ndim: int) -> Table:
@@ -290,7 +289,7 @@ class LazyTensorStorage(TensorStorage):
     @property
     def compact(self) -> Compact | None:
         """Which observations are stored once: before the first write as given, then as found; None: none."""
-        table = self._rows_table
+        table = self._held_table
         if not self.initialized:
             return table.compact
         return None if table.rows.observations is None else Compact.of(table.rows.observations)
@@ -298,7 +297,7 @@ class LazyTensorStorage(TensorStorage):
     @property
     def shared(self) -> bool:
         """Whether other processes can see and write the rows."""
-        return not isinstance(self._rows_table.place, PrivateMemory)
+        return not isinstance(self._held_table.place, PrivateMemory)
 
     get = with_argument(TableStorage.get, "index", "indices")
 

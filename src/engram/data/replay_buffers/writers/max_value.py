@@ -12,7 +12,6 @@ import engram._native as _native
 from engram import _forms as forms
 from engram import pytree
 from engram._advice import advised
-from engram.data.replay_buffers.storages.setting import next_steps
 from engram.data.replay_buffers.writers.round_robin import Placing, SavedWriter, Writer
 from engram.errors import StorageInUseError
 from engram.store.indexing import stored_slots
@@ -198,7 +197,7 @@ class TensorDictMaxValueWriter(Writer, built_in=True):
         storage, values = self._registered(), self._values(data, True)
         with storage.mutex:
             if storage.max_size is None:
-                return int(next_steps(storage.access.table, 1)[0])
+                return int(storage.access.table.lanes.next_slots(1)[0])
             heap = self._following(storage)
             slots, *_ = heap.place(storage.lanes.store, values, self.reduction)
             heap.undo()
