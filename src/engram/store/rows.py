@@ -250,6 +250,22 @@ class TableRows(abc.ABC):
         self.lanes.store.empty(reset_count)
 
 
+def each_of_steps(rows: TableRows, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
+    """As `TableRows.each`, of steps that come as a batch."""
+    if rows.is_single(items, env_dims):
+        return pytree.expand(items, n)
+    dims = len(shape)
+    if dims < 2:
+        return items
+    leaves = pytree.describe(items, 0)[1]
+    given = tuple(pytree.shape_of(leaves[0][1]))[:dims] if leaves else ()
+    if given != shape:
+        raise ValueError(
+            f"the index means steps of shape {list(shape)}, the data have {list(given)}; nothing was written"
+        )
+    return pytree.flatten_dims(items, 0, dims - 1)
+
+
 class NoRows(TableRows):
     """Stands where there are no rows that could be read or written.
 
@@ -397,8 +413,7 @@ class LayoutRows(TableRows):
             return False  # an error when the rows are checked
         return np.ndim(value) == env_dims + len(leaf.shape)
 
-    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
-        return each_of_steps(self, items, shape, n, env_dims)
+    each = each_of_steps
 
     # ---- reading ----
     def leaf(self, path: KeyPath) -> LeafSpec | None:
@@ -409,22 +424,6 @@ def check_envs(given: tuple[int, ...], own: tuple[int, ...]) -> None:
     """A ValueError where the environments of steps are not those of the rows."""
     if given != own:
         raise ValueError(f"the batch has environments of shape {list(given)}, this storage {list(own)}")
-
-
-def each_of_steps(rows: TableRows, items: Any, shape: tuple[int, ...], n: int, env_dims: int) -> Any:
-    """As `TableRows.each`, of steps that come as a batch."""
-    if rows.is_single(items, env_dims):
-        return pytree.expand(items, n)
-    dims = len(shape)
-    if dims < 2:
-        return items
-    leaves = pytree.describe(items, 0)[1]
-    given = tuple(pytree.shape_of(leaves[0][1]))[:dims] if leaves else ()
-    if given != shape:
-        raise ValueError(
-            f"the index means steps of shape {list(shape)}, the data have {list(given)}; nothing was written"
-        )
-    return pytree.flatten_dims(items, 0, dims - 1)
 
 
 class OwnIndex:

@@ -150,8 +150,7 @@ class Table:
     @property
     def max_size(self) -> int | None:
         """Steps that fit; None: no limit, or it is not known yet."""
-        lanes = self._lanes_here if self.size.is_given else None
-        return self.size.max_size if lanes is None else lanes.capacity
+        return self.size.max_size if self._capacity is None else self._capacity
 
     @property
     def replaces_rows(self) -> bool:
@@ -199,6 +198,7 @@ class Table:
         here = rows.lanes if rows is not self._unwritten and self.place.keeps_rows() else None
         #: The lanes of rows that lie in the place; None: there are none yet, or a user's class keeps them.
         self._lanes_here: Lanes | None = here
+        self._capacity = here.capacity if here is not None and self.size.is_given else None
         #: What keeps the rows.
         self.rows = rows
         self.__dict__.pop("lanes", None)

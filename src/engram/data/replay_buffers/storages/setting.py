@@ -43,15 +43,14 @@ class SetPlan(NamedTuple):
 
 
 class RowSetter:
-    """Writes at any index of a table; the caller holds its mutex."""
+    """Writes at any index of a table; the caller holds its mutex.
+
+    Args:
+        inner: what writes, of a user's class; None: the rows of the table, which may become others for their sequences.
+    """
 
     def __init__(self, table: Table, inner: _Methods | None, replacing: Replacing) -> None:
         self._table, self._inner, self._replacing = table, inner, replacing
-
-    @property
-    def _methods(self) -> _Methods:
-        """What writes: asked for at each use, as rows may be given others for their sequences."""
-        return self._inner or self._table.rows
 
     def set(self, cursor: Any, given: Steps, *, new_rows: bool) -> Tensor | int | None:
         """Writes rows; with `new_rows` those that take the place of others are new ones, too.
@@ -105,7 +104,7 @@ class RowSetter:
         replaces, appends = bool(stored.any()), not bool(stored.all())
         if appends:
             new = pytree.select_rows(rows, ~stored) if replaces else rows
-            checked = self._methods.fit(given._replace(items=new, lead=self._table.rows.ndim))
+            checked = (self._inner or self._table.rows).fit(given._replace(items=new, lead=self._table.rows.ndim))
             if checked.steps != len(steps) - int(stored.sum()):
                 raise ValueError(f"{len(steps)} steps are indexed, the data have others; nothing was written")
         if replaces:
@@ -113,7 +112,7 @@ class RowSetter:
             (self._replace_by_new if as_new else self.replace)(steps[stored], given._replace(items=replaced))
             if new_rows and not as_new:
                 self._forget_removed(steps[stored])
-        return self._methods.append(checked) if appends else None
+        return (self._inner or self._table.rows).append(checked) if appends else None
 
     def _forget_removed(self, steps: Tensor) -> None:
         """Rows of these time steps are new ones: none of them was removed."""
@@ -134,17 +133,17 @@ class RowSetter:
             items = rows.each(steps.items, selection.shape, len(slots))
             if (last := last_of_each(slots)) is not None:  # of a row that is named twice the last counts
                 slots, items = slots[last], pytree.select_rows(items, last)
-            self._methods.overwrite(slots, steps._replace(items=items, own_index=slots))
+            (self._inner or self._table.rows).overwrite(slots, steps._replace(items=items, own_index=slots))
 
     def _replace_by_new(self, slots: Tensor, steps: Steps) -> None:
         """Puts new rows in the place of stored ones: each gets a sequence of its own."""
         table = self._table
         table.carry_sequences(self._replacing)
-        checked = self._methods.fit(steps._replace(lead=self._table.rows.ndim, own_index=slots))
+        checked = (self._inner or self._table.rows).fit(steps._replace(lead=self._table.rows.ndim, own_index=slots))
         if checked.steps != len(slots):
             raise ValueError(f"{len(slots)} steps are indexed, the data have {checked.steps}; nothing was written")
         with table.exclusive("replacing rows"):
-            self._methods.prepare_replace(checked, torch.arange(len(slots), device="cpu"), slots)()
+            (self._inner or self._table.rows).prepare_replace(checked, torch.arange(len(slots), device="cpu"), slots)()
             table.lanes.store.count_replaced(slots)
 
     def _are_stored(self, steps: Tensor) -> Tensor:

@@ -183,8 +183,7 @@ class UsersRows(OfStorage, TableRows):
         leaf = self.leaf(path)
         return leaf is not None and to_tensor(value).ndim == env_dims + len(leaf.shape)
 
-    def each(self, items: Any, shape: tuple[int, ...], n: int, env_dims: int = 0) -> Any:
-        return each_of_steps(self, items, shape, n, env_dims)
+    each = each_of_steps
 
     def read(self, slots: Tensor, *how: Any) -> Rows:
         return self._storage.read(slots, *how) if "read" in self._own else self.ours.read(slots, *how)
