@@ -23,7 +23,6 @@ from engram.store.steps import Steps
 
 if TYPE_CHECKING:
     from engram.store.observation_shares import ObservationShares
-    from engram.store.packed_rows import NativeCalls
 
 READ_ONLY = "this buffer was opened with read_only=True: it looks at the rows of others and writes nothing"
 NO_STEPS = "nothing to add: the batch has no steps"
@@ -241,8 +240,8 @@ class TableRows(abc.ABC):
         """Takes the mutex that writers hold."""
         self.lanes.mutex = mutex
 
-    def bind(self, native: NativeCalls) -> None:
-        """Lets native calls use the rows, as far as they can."""
+    def bind(self, native: Any) -> None:
+        """Lets native calls (`NativeCalls`) use the rows, as far as they can."""
         native.unbind()
 
     def clear(self, reset_count: bool = True) -> None:
