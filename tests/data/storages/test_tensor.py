@@ -206,6 +206,22 @@ def test_rows_of_an_expanded_tensor_are_written_one_by_one(lead):
     assert rb[:]["x"].tolist() == rb[:]["a"].tolist() and rb[:]["x"].sum() == math.prod(lead[1:])
 
 
+@each("shared", [False, True])
+def test_one_step_is_written_over_all_rows_that_are_named(shared):
+    rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=shared))
+    rb.extend(TensorDict({"x": torch.arange(4)}, [4]))
+    rb.storage.overwrite(torch.tensor([1, 3]), TensorDict({"x": torch.tensor(7)}, []))
+    assert rb[:]["x"].tolist() == [0, 7, 2, 7]
+
+
+def test_a_batch_of_other_environments_is_refused_with_both_shapes():
+    rb = ReplayBuffer(storage=LazyTensorStorage(12, ndim=2))
+    rb.extend(torch.zeros(3, 2))
+    with pytest.raises(ValueError, match=r"the batch has environments of shape \[2\], this storage \[3\]"):
+        rb.extend(torch.zeros(2, 2))
+    assert len(rb) == 6
+
+
 def test_lanes_that_processes_share_count_no_rows_that_lie_elsewhere():
     rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=True))
     rb.extend(torch.arange(3))
