@@ -120,3 +120,17 @@ def test_priorities_that_were_loaded_before_the_rows_outlive_a_draw_from_nothing
         rb.extend(steps(10))
         totals.append(rb.sampler.totals(rb.storage))
     assert totals[0] == totals[1]
+
+
+@pytest.mark.parametrize("first", ["read", "column", "overwrite"])
+def test_the_first_call_finds_the_rows_that_another_storage_of_the_folder_has_written(first, tmp_path):
+    mine, others = (LazyMemmapStorage(40, scratch_dir=tmp_path / "store", existsok=True) for _ in range(2))
+    others.append(others.check({"x": torch.arange(3)}, False))
+    slots = torch.tensor([0, 2])
+    if first == "read":
+        assert mine.read(slots).batch["x"].tolist() == [0, 2]
+    elif first == "column":
+        assert mine.column(("x",), slots).tolist() == [0, 2]
+    else:
+        mine.overwrite(slots, {"x": torch.tensor([5, 6])})
+        assert others.read(torch.arange(3)).batch["x"].tolist() == [5, 1, 6]
