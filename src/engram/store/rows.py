@@ -79,7 +79,7 @@ class ItemReader(Protocol):
 
 
 class TableRows(abc.ABC):
-    """The rows of a table, of one kind: packed, compact, columnar, or items.
+    """The rows of a table, of one kind: packed, compact, columnar, items, those of a user's class or of an ensemble.
 
     What concerns the data of rows is here, and nothing of where they lie or who else uses them, which is the table's
     and its place's. `fit`, then `append`, is how new rows come in. Slots are those of all environments, time slots

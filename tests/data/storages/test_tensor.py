@@ -206,6 +206,21 @@ def test_rows_of_an_expanded_tensor_are_written_one_by_one(lead):
     assert rb[:]["x"].tolist() == rb[:]["a"].tolist() and rb[:]["x"].sum() == math.prod(lead[1:])
 
 
+def test_rows_that_are_windows_of_one_tensor_are_written_one_by_one():
+    windows = torch.arange(6.0).unfold(0, 3, 1)
+    rb = ReplayBuffer(storage=TensorStorage(windows))
+    rb[1] = torch.full((3,), -1.0)
+    assert rb[:].tolist() == [[0, 1, 2], [-1, -1, -1], [2, 3, 4], [3, 4, 5]]
+
+
+@each("made", [lambda x: x, torch.t, lambda x: x[::2], lambda x: x[:, 1:], lambda x: x[:1], lambda x: x[:, :0]])
+def test_rows_of_a_view_whose_elements_are_its_own_are_written_in_place(made):
+    given = torch.zeros(4, 6)
+    view = made(given)
+    ReplayBuffer(storage=TensorStorage(view)).extend(torch.ones_like(view))
+    assert given.sum() == view.numel()
+
+
 @each("shared", [False, True])
 def test_one_step_is_written_over_all_rows_that_are_named(shared):
     rb = ReplayBuffer(storage=LazyTensorStorage(10, shared=shared))

@@ -114,8 +114,8 @@ class TensorStorage(TableStorage):
     Args:
         storage: a tensor, TensorDict, tensorclass or pytree whose first `ndim` dimensions are `[time, ...]`. A
             TensorDict without entries is room for as many steps as its batch size says, which the first write fills
-            with entries: the rows are then the storage's own. Of a tensor whose elements share memory (`expand`), the
-            rows are a copy: written in place, one would change others.
+            with entries: the rows are then the storage's own. Of a tensor whose elements share memory (`expand`,
+            `unfold`), the rows are a copy: written in place, one would change others.
         max_size: steps; must agree with the data.
         device: where the data must be; the data's own if None.
         ndim: batch dimensions.
@@ -320,9 +320,13 @@ def _tensor(value: Any, path: pytree.KeyPath) -> Tensor:
 
 
 def _with_own_elements(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy of it where several of its elements are one."""
-    shares = any(n > 1 and not stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.contiguous() if shares else tensor
+    """The tensor, or a copy of it where several of its elements may be one: of `expand`, or of windows (`unfold`)."""
+    reach = 0  # of the elements along all dimensions with smaller strides
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride <= reach:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        reach += stride * max(0, n - 1)
+    return tensor
 
 
 def _common_lead(entries: list[tuple[pytree.KeyPath, Any]], tensors: list[Tensor], ndim: int) -> tuple[int, ...]:

@@ -120,6 +120,7 @@ class UsersRows(OfStorage, TableRows):
     some of the five.
 
     Args:
+        max_size: steps that fit, as the class says it; None: no limit.
         own: the names that the class defines.
         table: of the storage that the class is a child of; None: it is one of `Storage` itself.
     """
