@@ -39,33 +39,33 @@ class Turn {
   bool mine_ = false, refused_ = false;
 };
 
-// Appends in stints; other threads run while this process waits for a lane, and signals are handled.
-inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves, size_t n, std::optional<size_t> index,
-                             int64_t* out, bool without_gil, const std::vector<LeafSource>* looked_at = nullptr) {
+// Appends in stints (`append_in_stints`); other threads run while this process waits for a lane, and signals are handled.
+inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves, const std::vector<LeafSource>& looked_at, size_t n,
+                             bool without_gil, auto&& slot_at) {
   const auto sleep = [](double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
   const auto handle_signals = [] {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   };
   if (without_gil) {
     nb::gil_scoped_release unlocked;
-    return append_in_stints(store, leaves, n, index, out, [&](double seconds) {
+    return append_in_stints(store, leaves, looked_at, n, slot_at, [&](double seconds) {
       sleep(seconds);
       nb::gil_scoped_acquire locked;
       handle_signals();
-    }, looked_at);
+    });
   }
-  append_in_stints(store, leaves, n, index, out, [&](double seconds) {
+  append_in_stints(store, leaves, looked_at, n, slot_at, [&](double seconds) {
     {
       nb::gil_scoped_release unlocked;
       sleep(seconds);
     }
     handle_signals();
-  }, looked_at);
+  });
 }
 
 // Called before rows are written: the rule of the border reads leaves of the layout for which it was made.
 inline void check_border(const Store& store, const Plan& plan) {
-  if (plan.codec != store.border().codec && !BorderCheck(store).fits(plan.leaves))
+  if (plan.codec != store.border().codec && !BorderCheck(store).fits(plan.looked_at.empty() ? plan.leaves : plan.looked_at))
     throw nb::value_error("the layout is not that of the rows of this store");
 }
 

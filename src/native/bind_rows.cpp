@@ -25,81 +25,36 @@
 namespace engram {
 
 // ---- in ----
-// Whether rows that store their own index store the time slots from this one on.
-static bool is_index_of(const Plan& plan, uint64_t time_slot) {
-  if (!plan.index || plan.steps == 0) return true;
-  int64_t stored = 0;
-  std::memcpy(&stored, plan.leaves[*plan.index].at(0, 0), sizeof stored);
-  return static_cast<uint64_t>(stored) == time_slot;
+// Whether packed rows are appended as they are.
+static void check_whole_rows(const Store& store, const Plan& plan) {
+  if (store.observations()) throw nb::value_error("this store's rows have observations beside them: append their leaves");
+  const size_t found = plan.leaves[0].bytes, rows = store.geometry().payload_bytes;
+  if (found != rows)
+    throw nb::value_error(("the rows have " + std::to_string(found) + " bytes each, those of the store " + std::to_string(rows)).c_str());
 }
 
-// `most`: appends at most this many of the first steps. None: the caller must get the turn first; or it has the turn, and the
-// rows store the index of others; or this process was forked and holds no lane.
-nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most) {
+// Appends the steps of a checked batch from `first` on, or so many of them; returns their slots, or True where they are not `wanted`.
+// None: the caller must get the turn first; or this process was forked and holds no lane.
+nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted) {
   if (joined_after_fork()) return nb::none();
   store.must_be_writable();
   check_lane(store, lane);
-  const size_t steps = most ? std::min(*most, plan.steps) : plan.steps;
+  if (first > plan.steps || n.value_or(0) > plan.steps - first) throw nb::index_error("the batch has fewer steps");
   const StoreGeometry& s = store.geometry();
   if (plan.envs != s.envs)
     throw nb::value_error(("the batch has " + std::to_string(plan.envs) + " environments, the store " +
                            std::to_string(s.envs)).c_str());
+  if (!plan.looked_at.empty()) check_whole_rows(store, plan);
   for (const LeafSource& leaf : plan.leaves)
     if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
-  check_border(store, plan);
-  if (store.moves_on()) {
-    int64_t first = 0, *out = &first;
-    nb::object slots;
-    if (!plan.single) slots = nb::cast(slots_out(steps, [&](int64_t* to) { out = to; }));
-    append_moving_on(store, plan.leaves, steps, plan.index, out, writes_long(store, plan.bytes));
-    return plan.single ? nb::object(nb::int_(first)) : slots;
-  }
-  const Turn turn(store, lane);
-  if (turn.refused()) return nb::none();
-  // Makes the result before the rows: once they are published nothing may fail any more. The caller keeps this process's other
-  // writers out.
-  const uint64_t first = store.lanes.lane(lane).published.load();
-  const uint64_t first_slot = lane * s.lane_capacity + first % s.lane_capacity;
-  if (store.writer() && !is_index_of(plan, first_slot)) return nb::none();
-  nb::object slots = plan.single ? nb::object(nb::int_(first_slot))
-                                 : slots_from(store, lane, first, steps);
-  maybe_without_gil(writes_long(store, plan.bytes), [&] {
-    RowWriter(store).append(lane, steps, plan.leaves);
-  });
-  return slots;
-}
-
-// Appends packed rows of the codec's layout; returns their slots. In a store of one lane the caller keeps its other writers out.
-Tensor append_packed(Store& store, const Codec& codec, const PackedRows& rows) {
-  if (joined_after_fork()) throw nb::value_error("this process was forked and is no writer yet; nothing was written");
-  store.must_be_writable();
-  const StoreGeometry& s = store.geometry();
-  if (s.payload_bytes == 0) throw nb::value_error("this store's rows are kept elsewhere");
-  if (store.observations()) throw nb::value_error("this store's rows have observations beside them: append their leaves");
-  if (s.envs != 1) throw nb::value_error("packed rows are steps of one environment each");
-  if (store.lanes.count() > 1 && !store.writer()) throw nb::value_error("this process has no number among the writers");
-  if (store.lanes.count() == 1 && store.writer()) throw nb::value_error("packed rows are not appended in turns");
-  if (codec.sequence()) throw nb::value_error("rows that carry their own sequence are not appended as they are");
-  if (codec.row_end() > s.payload_bytes) throw nb::value_error("the layout does not fit the rows of this store");
-  check_packed(rows, s.payload_bytes, "the store");
-  const size_t n = rows.shape(0);
-  const ptrdiff_t stride = rows.stride(0);
-  const std::vector<LeafSource> whole{{0, s.payload_bytes, rows.data(), stride, 0}};
-  std::vector<LeafSource> leaves;
-  for (const Leaf& leaf : codec.leaves())
-    leaves.push_back({leaf.offset, leaf.bytes, rows.data() + leaf.offset, stride, 0});
-  if (!BorderCheck(store).fits(leaves)) throw nb::value_error("the layout is not that of the rows of this store");
-  if (store.moves_on()) {
-    int64_t* out = nullptr;
-    Tensor slots = slots_out(n, [&](int64_t* to) { out = to; });
-    append_moving_on(store, whole, n, std::nullopt, out, writes_long(store, n * s.payload_bytes), &leaves);
-    return slots;
-  }
-  Tensor slots = slots_from(store, 0, store.lanes.lane(0).published.load(), n);
-  maybe_without_gil(writes_long(store, n * s.payload_bytes), [&] {
-    RowWriter(store).append(0, n, whole, leaves);
-  });
-  return slots;
+  const auto from_first = [first](std::vector<LeafSource> leaves) {
+    for (LeafSource& leaf : leaves)
+      if (leaf.array) leaf.array += static_cast<ptrdiff_t>(first) * leaf.stride;
+    return leaves;
+  };
+  std::vector<LeafSource> leaves = from_first(plan.leaves);  // a copy: others may append the same plan meanwhile
+  const std::vector<LeafSource> looked_at = from_first(plan.looked_at);
+  return append_leaves(store, lane, plan, leaves, looked_at, n.value_or(plan.steps - first), wanted);
 }
 
 // A checked batch as packed rows: uint8 [steps, row bytes].
@@ -119,6 +74,7 @@ Tensor pack(const Plan& plan, size_t row_bytes) {
   std::vector<LeafCopy> copies;
   size_t leaf_bytes = 0;
   for (const LeafSource& leaf : plan.leaves) {
+    if (!leaf.array) continue;  // the rows' own index, which they have not got yet: 0
     copies.push_back({leaf.offset, leaf.bytes, const_cast<uint8_t*>(leaf.array), leaf.stride});
     leaf_bytes += leaf.bytes;
   }
@@ -136,6 +92,7 @@ void put_leaves(Store& store, uint64_t lane, uint64_t start, const Plan& plan) {
   const StoreGeometry& s = store.geometry();
   if (observations.restoring(lane).published.load() != start) throw nb::value_error("rows of a lane are restored in their order");
   if (plan.envs != s.envs || plan.steps > s.lane_capacity) throw nb::value_error("rows must be [envs, steps], with no more steps than a lane holds");
+  if (plan.own) throw nb::value_error("restored rows have their index");
   for (const LeafSource& leaf : plan.leaves)
     if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
   nb::gil_scoped_release unlocked;
@@ -417,34 +374,25 @@ void bind_codec(nb::module_& m) {
 
   nb::class_<Codec>(m, "Codec")
       .def(nb::init<nb::list, nb::object, nb::handle, nb::object, nb::object, nb::handle, nb::handle,
-                    std::optional<size_t>>(),
+                    std::optional<size_t>, bool>(),
            "leaves"_a, "tree"_a.none(), "td_type"_a, "td_template"_a.none(), "size_type"_a, "array_type"_a,
-           "scalar_type"_a, "sequence"_a.none() = nb::none())
-      .def("check", &Codec::check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
-           "extra"_a.none() = nb::none())
+           "scalar_type"_a, "sequence"_a.none() = nb::none(), "of_items"_a = false)
+      .def("check", &check, "batch"_a.none(), "batch_dims"_a, "time_dim"_a, "extra"_a.none() = nb::none())
       .def("check_list", &Codec::check_list, "leaves"_a, "batch_dims"_a, "time_dim"_a)
-      .def("set_index", &Codec::set_index, "plan"_a, "leaf"_a)
-      .def("holds_index", [](const Codec& c, size_t leaf) { bool with_env; return c.holds_index(leaf, with_env); },
-           "leaf"_a);
+      .def("check_columns", &check_columns, "columns"_a, "batch_dims"_a, "time_dim"_a, "own"_a.none() = nb::none(),
+           nb::sig("def check_columns(self, columns: list[object], batch_dims: int, time_dim: int, own: int | None = None) -> "
+                   "Plan | None"))
+      .def("check_packed", &Codec::check_packed, "rows"_a.noconvert())
+      .def("set_own", &Codec::set_own, "plan"_a, "leaf"_a)
+      .def("index_dims", &Codec::index_dims, "leaf"_a);
 }
 
 void bind_push(nb::module_& m) {
   using namespace nb::literals;
-  m.def("push_items", &push_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "single"_a, "batch"_a,
-        "own"_a.none() = nb::none(),
-        nb::sig("def push_items(store: Store, codec: Codec, lane: int, items: object | None, single: bool, batch: bool, "
-                "own: int | None = None) -> torch.Tensor | int | None"));
-  m.def("plan_items", &plan_items, "store"_a, "codec"_a, "lane"_a, "items"_a.none(), "batch"_a,
-        "own"_a.none() = nb::none(), "index"_a.none() = nb::none());
   m.def("push_columns", &push_columns, "store"_a, "codec"_a, "lane"_a, "columns"_a, "batch_dims"_a, "time_dim"_a,
         "own"_a.none() = nb::none(),
         nb::sig("def push_columns(store: Store, codec: Codec, lane: int, columns: list[object], batch_dims: int, "
                 "time_dim: int, own: int | None = None) -> bool"));
-  nb::class_<CheckedColumns>(m, "CheckedColumns");
-  m.def("checked_columns", &checked_columns, "codec"_a, "columns"_a, "batch_dims"_a, "time_dim"_a, "own"_a.none() = nb::none(),
-        nb::sig("def checked_columns(codec: Codec, columns: list[object], batch_dims: int, time_dim: int, "
-                "own: int | None = None) -> CheckedColumns | None"));
-  m.def("push_part", &push_part, "store"_a, "lane"_a, "columns"_a, "first"_a, "steps"_a);
   m.def("push_step", &push_step, "store"_a, "codec"_a, "lane"_a, "step"_a.none());
   m.def("push", &push, "store"_a, "codec"_a, "lane"_a, "batch"_a.none(), "batch_dims"_a, "time_dim"_a,
         "own"_a.none() = nb::none(), "float_bits"_a.none() = nb::none(),

@@ -64,7 +64,11 @@ class Replacement {
     const StoreGeometry& s = store.geometry();
     if (plan.envs != 1 || (chosen_ ? rows_.size() : plan.steps) != slots_.size())
       throw nb::value_error("one row for each slot");
-    for (const LeafSource& leaf : plan.leaves) {
+    for (int64_t slot : slots_)
+      if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
+    std::vector<LeafSource> leaves = plan.leaves;
+    if (plan.own) give_index(leaves[*plan.own], plan);
+    for (const LeafSource& leaf : leaves) {
       if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
       const bool is_observed = leaf.bytes > 0 && store.observations() && store.observations()->leaf(leaf.offset, leaf.bytes);
       (is_observed ? observed_ : leaves_).push_back(leaf);
@@ -77,8 +81,6 @@ class Replacement {
     } else if (plan.carries_sequence) {
       leaves_.pop_back();
     }
-    for (int64_t slot : slots_)
-      if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
     if (store.grows() && !slots_.empty())
       store.make_room(static_cast<uint64_t>(*std::max_element(slots_.begin(), slots_.end())) + 1);
     sequences_.reserve(s.lanes);
@@ -110,6 +112,16 @@ class Replacement {
   }
 
  private:
+  // Rows store the index of the slots that they take.
+  void give_index(LeafSource& leaf, const Plan& plan) {
+    const IndexNumbers numbers(store_, leaf.bytes, plan.own_dims);
+    own_index_.resize(plan.steps * numbers.each());
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      const auto slot = static_cast<uint64_t>(slots_[i]), row = chosen_ ? static_cast<uint64_t>(rows_[i]) : i;
+      numbers.put(slot / store_.geometry().envs, slot % store_.geometry().envs, own_index_.data() + row * numbers.each());
+    }
+    leaf.array = reinterpret_cast<const uint8_t*>(own_index_.data()), leaf.stride = static_cast<ptrdiff_t>(leaf.bytes);
+  }
   void find_rows() {
     store_.must_be_writable();
     const StoreGeometry& s = store_.geometry();
@@ -124,7 +136,7 @@ class Replacement {
   }
 
   Store& store_;
-  std::vector<int64_t> slots_, rows_;
+  std::vector<int64_t> slots_, rows_, own_index_;
   std::vector<uint64_t> own_sequences_;
   bool chosen_ = false, replaces_ = false;
   std::vector<SlotSequences> sequences_;
@@ -601,6 +613,7 @@ void bind_store(nb::module_& m) {
       }, "lane"_a, "base"_a, "published"_a, "at"_a)
       .def("with_growing_rows", &Store::with_growing_rows, "payload_bytes"_a)
       .def_prop_ro("room", &Store::room)
+      .def_prop_rw("env_shape", &Store::env_shape, &Store::set_env_shape)
       .def("set_border", &set_border, "codec"_a, "entries"_a, "done"_a, "either"_a, "id"_a.none())
       .def("border_evidence", [](const Store& s, uint64_t l) -> std::pair<uint64_t, std::optional<uint64_t>> {
         check_lane(s, l);
@@ -775,8 +788,9 @@ void bind_store(nb::module_& m) {
         const uint64_t lane = s.stint().lane;
         return lane < s.lanes.count() && s.lanes.stints(lane).goes_on(s.author()) ? std::optional(lane) : std::nullopt;
       })
-      .def("append", &append, "lane"_a, "plan"_a, "most"_a.none() = nb::none(),
-           nb::sig("def append(self, lane: int, plan: Plan, most: int | None = None) -> torch.Tensor | int | None"))
+      .def("append", &append, "lane"_a, "plan"_a, "first"_a = 0, "n"_a.none() = nb::none(), "wanted"_a = true,
+           nb::sig("def append(self, lane: int, plan: Plan, first: int = 0, n: int | None = None, wanted: bool = True) -> "
+                   "torch.Tensor | int | None"))
       .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid, uint64_t above) {
         s.must_be_writable();
         check_lane(s, l);
@@ -851,7 +865,6 @@ void bind_store(nb::module_& m) {
         check_lane(s, l);
         s.undo_takeover(l, dead);
       }, "lane"_a, "dead"_a)
-      .def("append_packed", &append_packed, "codec"_a, "rows"_a.noconvert())
       .def("gather", &gather, "codec"_a, "slots"_a, "shape"_a.none() = nb::none(), "extra"_a.none() = nb::none(),
            "mapped"_a = false, "sequences"_a = false)
       .def("gather_leaves", &gather_leaves, "codec"_a, "slots"_a, "leaves"_a, "mapped"_a = false)

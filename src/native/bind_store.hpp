@@ -38,6 +38,32 @@ inline Tensor next_slots(Store& store, uint64_t lane, size_t n) {
   return slots_from(store, lane, store.lanes.lane(lane).published.load(), n);
 }
 
+// The numbers of the index that a row stores of itself in a leaf: for each step of an item that of time, and where there are
+// dimensions of environments those, too.
+class IndexNumbers {
+ public:
+  // `dims`: how many numbers an index has.
+  IndexNumbers(const Store& store, size_t leaf_bytes, size_t dims) : each_(leaf_bytes / 8), dims_(dims), envs_(store.env_shape()) {
+    if (dims != envs_.size() + 1) throw nb::value_error("this index is of other environments");
+  }
+  size_t each() const { return each_; }
+  void put(uint64_t time_slot, uint64_t env, int64_t* to) const {
+    if (each_ == 1) {
+      *to = static_cast<int64_t>(time_slot);
+      return;
+    }
+    for (size_t k = 0; k < each_; k += dims_) {
+      to[k] = static_cast<int64_t>(time_slot);
+      uint64_t rest = env;
+      for (size_t d = dims_ - 1; d > 0; rest /= envs_[d - 1], --d) to[k + d] = static_cast<int64_t>(rest % envs_[d - 1]);
+    }
+  }
+
+ private:
+  size_t each_, dims_;
+  const std::vector<uint64_t>& envs_;
+};
+
 inline nb::object positions(const std::vector<uint32_t>& at) {
   if (at.empty()) return nb::none();
   nb::list list;
@@ -94,20 +120,15 @@ inline std::vector<Observations::KeyGeometry> key_geometries(const KeySizes& key
   return all;
 }
 
-// ---- packed rows: uint8 [n, row bytes], in the layout of a store ----
-using PackedRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
-
 inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* whose) {
   if (rows.shape(1) != row_bytes)
     throw nb::value_error(("the rows have " + std::to_string(rows.shape(1)) + " bytes each, those of " + whose + " " +
                            std::to_string(row_bytes)).c_str());
-  if (rows.shape(0) > 0 && rows.shape(1) > 1 && rows.stride(1) != 1) throw nb::value_error("the bytes of a row must lie side by side");
-  if (rows.shape(0) > kMostBytes / std::max<size_t>(1, row_bytes)) throw std::bad_alloc();
+  check_packed_bytes(rows);
 }
 
 // ---- of stores, too, but defined in bind_rows.cpp, beside what else puts rows in ----
-nb::object append(Store& store, uint64_t lane, const Plan& plan, std::optional<size_t> most);
-Tensor append_packed(Store& store, const Codec& codec, const PackedRows& rows);
+nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted);
 Tensor pack(const Plan& plan, size_t row_bytes);
 void put_leaves(Store& store, uint64_t lane, uint64_t start, const Plan& plan);
 

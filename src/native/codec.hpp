@@ -3,8 +3,10 @@
 #pragma once
 #include <atomic>
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 
 #include <algorithm>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -45,15 +47,28 @@ struct Plan {
   bool carries_sequence = false;  // the last of `leaves` is the rows' own sequence: 0, which stands for the lane's sequence
   uint64_t codec = 0;  // the number of the codec that checked it
   std::vector<uint8_t> staged;  // the rows of a list of items, side by side
-  std::vector<int64_t> own_index;  // what rows store in the leaf of their own index
-  std::optional<size_t> index;  // the leaf in which the rows store their own index, its first number that of time
+  std::vector<int64_t> given_index;  // what rows store in the leaf of their own index, where that is given
+  // The leaf in which rows get their own index when they are written, which nothing in the plan has, and of how many numbers that is.
+  std::optional<size_t> own;
+  size_t own_dims = 1;
+  std::vector<LeafSource> looked_at;  // where `leaves` is the whole of packed rows: the leaves in them
+  std::shared_ptr<void> memory;       // that of packed rows
 
   // Forgets the batch; the vectors keep their memory.
   void clear() {
     steps = 0, envs = 1, bytes = 0, sized = single = carries_sequence = false;
-    leaves.clear(), keep.clear(), buffers.clear(), scalars.clear(), staged.clear(), own_index.clear(), index.reset();
+    leaves.clear(), keep.clear(), buffers.clear(), scalars.clear(), staged.clear(), given_index.clear(), looked_at.clear();
+    own.reset(), memory.reset();
   }
 };
+
+// uint8 [n, row bytes], in the layout of a store.
+using PackedRows = nb::ndarray<const uint8_t, nb::ndim<2>, nb::device::cpu>;
+
+inline void check_packed_bytes(const PackedRows& rows) {
+  if (rows.shape(0) > 0 && rows.shape(1) > 1 && rows.stride(1) != 1) throw nb::value_error("the bytes of a row must lie side by side");
+  if (rows.shape(0) > kMostBytes / std::max<size_t>(1, rows.shape(1))) throw std::bad_alloc();
+}
 
 // How Python numbers of a batch are read.
 struct Numbers {
@@ -64,10 +79,11 @@ struct Numbers {
 class Codec {
  public:
   // leaves: (code, bits, shape, offset); tree: (kind, payload) as RowLayout describes it, or None for lists of leaves.
-  // sequence: the offset of a row's own sequence (int64), which no batch has.
+  // sequence: the offset of a row's own sequence (int64), which no batch has. of_items: rows stand for items, equal ones of which are
+  // built again, so all that is written has exactly this form (`check_same`).
   Codec(nb::list leaves, nb::object tree, nb::handle td_type, nb::object td_template, nb::object size_type,
-        nb::handle array_type, nb::handle scalar_type, std::optional<size_t> sequence)
-      : sequence_(sequence), td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
+        nb::handle array_type, nb::handle scalar_type, std::optional<size_t> sequence, bool of_items)
+      : sequence_(sequence), of_items_(of_items), td_type_(nb::borrow(td_type)), size_type_(std::move(size_type)), array_type_(nb::borrow(array_type)),
         scalar_type_(nb::borrow(scalar_type)) {
     for (nb::handle h : leaves) add_leaf(tuple_of(h, 4));
     in_row_.resize(leaves_.size());
@@ -98,6 +114,7 @@ class Codec {
   // The number of leaves that a plan writes, including the row's own sequence, which no batch has.
   size_t sources() const { return leaves_.size() + sequence_.has_value(); }
   std::optional<size_t> sequence() const { return sequence_; }
+  bool of_items() const { return of_items_; }
   // The form of a batch; null: it is a list of leaves.
   const Node* root() const { return has_tree_ ? &root_ : nullptr; }
   // Where the row's last leaf ends.
@@ -109,7 +126,8 @@ class Codec {
 
   // batch_dims 0: one step; 1: [time]; 2: [environment, time] or, with time_dim 0, [time, environment].
   // time_dim -1 with batch_dims 1: [environment], one time step. `extra` is a (key, value) of the root, the rows' own
-  // index, which replaces the batch's own entry if it has one. None: not plain, or not of this layout.
+  // index, which replaces the batch's own entry if it has one; without a value rows get it when they are written. None: not plain,
+  // or not of this layout.
   std::optional<Plan> check(nb::handle batch, int batch_dims, int time_dim, nb::handle extra) const {
     check_dims(batch_dims, time_dim);
     PyObject *key = nullptr, *value = nullptr;
@@ -121,14 +139,19 @@ class Codec {
     if (!has_tree_ || (key && !own)) return std::nullopt;
     std::vector<nb::object> values(leaves_.size());
     if (!flatten_root(batch.ptr(), values, own, nullptr)) return std::nullopt;
-    if (own) values[*own] = nb::borrow(value);
+    const bool is_given = value && value != Py_None;
+    if (is_given) values[*own] = nb::borrow(value);
     Plan plan;
     plan.codec = number_;
     plan.scalars.reserve(scalars_reserved_);
     plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
-    for (size_t k = 0; k < leaves_.size(); ++k)
-      if (!take(k, values[k].ptr(), batch_dims, time_dim, plan, {})) return std::nullopt;
-    if (own) set_index(plan, *own);
+    for (size_t k = 0; k < leaves_.size(); ++k) {
+      if (k == own && !is_given)
+        plan.leaves.push_back({leaves_[k].offset, leaves_[k].bytes, nullptr, 0, 0});
+      else if (!take(k, values[k].ptr(), batch_dims, time_dim, plan, {}))
+        return std::nullopt;
+    }
+    if (own && !is_given && (!plan.sized || !set_own(plan, *own))) return std::nullopt;
     for (nb::object& o : values) plan.keep.push_back(std::move(o));
     finish(plan, batch_dims);
     return plan;
@@ -140,13 +163,31 @@ class Codec {
     PyErr_Clear();
     return std::nullopt;
   }
-  void set_index(Plan& plan, size_t k) const {
-    if (k < leaves_.size() && leaves_[k].dtype == DType{kDLInt, 64} && leaves_[k].bytes > 0) plan.index = k;
+  // Lets rows get their own index in a leaf when they are written. False: it has no room for one.
+  bool set_own(Plan& plan, size_t k) const {
+    plan.own_dims = index_dims(k);
+    if (plan.own_dims) plan.own = k;
+    return plan.own_dims > 0;
   }
   static void check_dims(int batch_dims, int time_dim) {
     const bool good = batch_dims == 0 || (batch_dims == 1 && (time_dim == 0 || time_dim == -1)) ||
                       (batch_dims == 2 && (time_dim == 0 || time_dim == 1));
     if (!good) throw nb::value_error("batch_dims must be 0 to 2, time_dim one of them (or -1 with one)");
+  }
+  // Packed rows, uint8 [n, row bytes], as they are.
+  Plan check_packed(PackedRows rows) const {
+    const size_t row_bytes = rows.shape(1);
+    if (sequence_) throw nb::value_error("rows that carry their own sequence are not appended as they are");
+    if (row_end() > row_bytes)
+      throw nb::value_error(("the rows have " + std::to_string(row_bytes) + " bytes each, their layout " + std::to_string(row_end())).c_str());
+    check_packed_bytes(rows);
+    Plan plan;
+    plan.codec = number_, plan.steps = rows.shape(0), plan.sized = true, plan.bytes = plan.steps * row_bytes;
+    const ptrdiff_t stride = rows.stride(0);
+    plan.leaves.push_back({0, row_bytes, rows.data(), stride, 0});
+    for (const Leaf& leaf : leaves_) plan.looked_at.push_back({leaf.offset, leaf.bytes, rows.data() + leaf.offset, stride, 0});
+    plan.memory = std::make_shared<PackedRows>(std::move(rows));
+    return plan;
   }
   // A list of leaves in layout order.
   std::optional<Plan> check_list(nb::list list, int batch_dims, int time_dim) const {
@@ -162,11 +203,12 @@ class Codec {
     return plan;
   }
 
-  // As `check`, for rows that store their own index in leaf `own`: an entry of the batch there is ignored, and the leaf's place
-  // in the plan is left for the caller. False: not plain, or not of this layout.
+  // As `check`, for rows that get their own index in leaf `own`: an entry of the batch there is ignored. False: not plain, or not
+  // of this layout.
   bool check_without(Plan& plan, std::vector<nb::object>& values, PyObject* batch, int batch_dims, int time_dim,
                      std::optional<size_t> own, const Numbers& numbers, const std::vector<int64_t>* lead = nullptr) const {
-    if (!has_tree_ || (own && (*own >= leaves_.size() || root_.kind == Node::kLeaf))) return false;
+    use_own(plan, own);
+    if (!has_tree_ || (own && root_.kind == Node::kLeaf)) return false;
     values.resize(leaves_.size());
     if (!flatten_root(batch, values, own, lead)) return false;
     plan.scalars.reserve(scalars_reserved_), plan.leaves.reserve(sources());
@@ -182,6 +224,7 @@ class Codec {
   }
   // As `check_without`, of the leaves of a batch in the order of the layout; what stands for leaf `own` is ignored.
   bool check_columns(Plan& plan, PyObject* columns, int batch_dims, int time_dim, std::optional<size_t> own) const {
+    use_own(plan, own);
     if (!PyList_CheckExact(columns)) return false;
     plan.codec = number_;
     plan.scalars.reserve(scalars_reserved_), plan.leaves.reserve(sources()), plan.keep.reserve(leaves_.size());
@@ -200,6 +243,7 @@ class Codec {
   // As `check_without`, for items (`batch`: a batch of them) that are exactly of this form, so that equal items can be built
   // again: plain tensors, keys in the same order, the batch dimensions and the device of each TensorDict, no names.
   bool check_same(Plan& plan, std::vector<nb::object>& values, PyObject* items, bool batch, std::optional<size_t> own) const {
+    use_own(plan, own);
     if (!has_tree_) return false;
     std::optional<int64_t> lead;
     if (batch && !first_length(root_, items, lead)) return false;
@@ -230,13 +274,18 @@ class Codec {
     finish(plan, 1);
     return true;
   }
-  // Whether a leaf can hold the rows' own index: one number of time for each step of an item, or time and environment.
-  bool holds_index(size_t k, bool& with_env) const {
-    if (k >= leaves_.size() || !(leaves_[k].dtype == DType{kDLInt, 64})) return false;
-    std::vector<int64_t> shape = root_.batch;
-    with_env = leaves_[k].shape.size() > shape.size();
-    if (with_env) shape.push_back(2);
-    return leaves_[k].shape == shape && leaves_[k].bytes > 0;
+  // As `set_own`; a ValueError where there is no room.
+  void use_own(Plan& plan, std::optional<size_t> own) const {
+    if (own && !set_own(plan, *own)) throw nb::value_error("this leaf has no room for an index");
+  }
+  // Of how many numbers the rows' own index in a leaf is, for each step of an item: that of time, then those of environments.
+  // 0: it has no room for one.
+  size_t index_dims(size_t k) const {
+    if (k >= leaves_.size() || !(leaves_[k].dtype == DType{kDLInt, 64}) || leaves_[k].bytes == 0) return 0;
+    const std::vector<int64_t>&shape = leaves_[k].shape, &within = root_.batch;
+    if (shape.size() < within.size() || shape.size() > within.size() + 1) return 0;
+    if (!std::equal(within.begin(), within.end(), shape.begin())) return 0;
+    return shape.size() == within.size() ? 1 : shape.back() > 1 ? static_cast<size_t>(shape.back()) : 0;
   }
 
   nb::object build(const Node& node, std::vector<nb::object>& tensors, const std::vector<int64_t>& lead) const {
@@ -628,6 +677,7 @@ class Codec {
   inline static std::atomic<uint64_t> last_number_{0};
   uint64_t number_ = ++last_number_;
   std::optional<size_t> sequence_;
+  bool of_items_ = false;
   Node root_;
   bool has_tree_ = false;
   nb::object td_type_;

@@ -263,22 +263,11 @@ inline std::string written(uint64_t done, uint64_t n) {
   return ". The first " + std::to_string(done) + " of " + std::to_string(n) + " steps were written";
 }
 
-// Appends steps over as many stints as they take. `out`: the slot of each step; null: nobody asks. `index_leaf`: the leaf in
-// which rows store their own slot, whatever the batch has there. `looked_at`: as `RowWriter::append`.
-template <class Pause>
-inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves, uint64_t n, std::optional<size_t> index_leaf,
-                             int64_t* out, Pause&& pause, const std::vector<LeafSource>* looked_at = nullptr) {
-  std::vector<int64_t> index;
-  std::vector<LeafSource> with_index;
-  const std::vector<LeafSource>& sources = index_leaf ? with_index : leaves;
-  size_t each = 0;
-  if (index_leaf) {
-    with_index = leaves;
-    LeafSource& leaf = with_index[*index_leaf];
-    each = leaf.bytes / 8;
-    index.resize(n * each);
-    leaf.array = reinterpret_cast<const uint8_t*>(index.data()), leaf.stride = static_cast<ptrdiff_t>(leaf.bytes), leaf.env_stride = 0;
-  }
+// Appends steps over as many stints as they take. `slot_at(i, slot)` is told where step i comes to lie, before it is written.
+// `looked_at`: as `RowWriter::append`.
+template <class Pause, class SlotAt>
+inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves, const std::vector<LeafSource>& looked_at, uint64_t n,
+                             SlotAt&& slot_at, Pause&& pause) {
   const uint64_t capacity = store.lanes.capacity();
   RowWriter writer(store);
   RowsHere here;
@@ -287,17 +276,15 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     StintTurn turn(store, here, pause);
     const uint64_t lane = turn.lane(), take = std::min(n - done, turn.room());
     const bool begins_stint = turn.begins();
-    writer.prepare(lane, take, sources, done);  // may fail: before the stint and the rows
-    const bool begins = begins_stint ? turn.stints().has_rows() : done == 0 && writer.begins(lane, n, looked_at ? *looked_at : sources);
+    writer.prepare(lane, take, leaves, done);  // may fail: before the stint and the rows
+    const bool begins = begins_stint ? turn.stints().has_rows() : done == 0 && writer.begins(lane, n, looked_at);
     uint64_t slot = store.lanes.lane(lane).published.load(std::memory_order_relaxed) % capacity;
     for (uint64_t i = done; i < done + take; ++i) {
-      const auto at = static_cast<int64_t>(lane * capacity + slot);
-      if (out) out[i] = at;
-      std::fill_n(index.begin() + static_cast<ptrdiff_t>(i * each), each, at);
+      slot_at(i, lane * capacity + slot);
       if (++slot == capacity) slot = 0;
     }
     if (begins_stint) turn.begin();
-    writer.append_part(lane, done, take, begins, sources);
+    writer.append_part(lane, done, take, begins, leaves);
     done += take;
     if (done < n) here.add(lane, take);
   } catch (const LanesBusy& busy) {

@@ -521,6 +521,14 @@ class Store {
 
   // ---- the border between stored and appended rows ----
   void set_border(BorderRule rule) { border_ = std::move(rule); }
+  // The dimensions of environments of a step, the last one the fastest; empty: steps have none.
+  const std::vector<uint64_t>& env_shape() const { return env_shape_; }
+  void set_env_shape(std::vector<uint64_t> shape) {
+    uint64_t envs = 1;
+    for (uint64_t d : shape) envs = d && d <= geometry().envs ? envs * d : 0;
+    if (envs != geometry().envs) throw std::invalid_argument("these are not the environments of this store");
+    env_shape_ = std::move(shape);
+  }
   const BorderRule& border() const { return border_; }
 
   // The running save; rows are copied for it before they change.
@@ -695,6 +703,7 @@ class Store {
   WriterLocks writer_locks_;
   mutable std::atomic<uint64_t> sync_failures_{0};
   BorderRule border_;
+  std::vector<uint64_t> env_shape_;
 };
 
 }  // namespace engram

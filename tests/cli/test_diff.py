@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from cli.support import episodes, store
 from cli.test_command import call
@@ -17,6 +18,21 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.data.datasets import write_parquet
+from engram.transforms import Transform
+
+
+class Many(Transform):
+    """A transform whose state has thirty numbers."""
+
+    def __init__(self, first: float = 0.0) -> None:
+        super().__init__()
+        self.first = first
+
+    def state_dict(self, *args, **kwargs):
+        return {f"n{k}": self.first + k for k in range(30)}
+
+    def load_state_dict(self, state, *args, **kwargs):
+        self.first = state["n0"]
 
 
 def test_a_store_equals_its_checkpoint_and_its_parquet_file(tmp_path):
@@ -84,6 +100,15 @@ def test_settings_and_state_of_the_parts_of_checkpoints_are_compared(tmp_path):
     assert "sampler.state.beta is 0.4 in a, 0.5 in b" in result.parts
     assert any("numbers differ" in line and "sampler" in line for line in result.parts)
     assert not diff(tmp_path / "a", tmp_path / "a").parts
+
+
+def test_of_many_differences_of_a_part_twenty_are_told_and_the_others_counted(tmp_path):
+    for name, first in (("a", 0.0), ("b", 1.0)):
+        rb = ReplayBuffer(storage=LazyTensorStorage(10), transform=Many(first))
+        rb.extend(TensorDict({"reward": torch.zeros(2, 1)}, [2]))
+        rb.dumps(tmp_path / name)
+    lines = diff(tmp_path / "a", tmp_path / "b").parts
+    assert len(lines) == 21 and lines[-1].endswith(": 10 more differences")
 
 
 def test_items_of_any_form_are_compared_one_by_one(tmp_path):

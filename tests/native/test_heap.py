@@ -201,7 +201,9 @@ def test_chosen_rows_of_a_plan_are_written_where_they_exist():
             s.overwrite(slots(1, 2), plan, rows)
     with pytest.raises(ValueError, match="one row"):
         s.overwrite(slots(1, 2), plan, slots(1))
-    assert s.append(0, plan, 2).tolist() == [0, 1] and s.append(0, plan, 99).tolist() == [2, 3, 0, 1, 2, 3]
+    assert s.append(0, plan, 0, 2).tolist() == [0, 1] and s.append(0, plan).tolist() == [2, 3, 0, 1, 2, 3]
+    assert s.append(0, plan, 4).tolist() == [0, 1] and s.append(0, plan, 5, 1, False) is True
+    assert s.gather(code, torch.arange(4))[0][0].flatten().tolist() == [104, 105, 105, 105]
 
 
 def word_store(capacity):

@@ -71,7 +71,7 @@ def test_rows_of_another_form_are_refused(rows: np.ndarray) -> None:
     storage = LazyTensorStorage(10)
     storage.adopt(LAYOUT)
     with pytest.raises(ValueError, match="bytes"):
-        storage.lanes.store.append_packed(LAYOUT.codec, rows)
+        storage.append_packed(rows)
     assert len(storage) == 0
 
 
@@ -102,21 +102,19 @@ def test_bytes_that_belong_to_no_leaf_are_zero() -> None:
 
 
 class TestAppendingPackedRows:
-    def test_to_several_lanes_by_a_process_that_is_no_writer_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="no number among the writers"):
-            store(LAYOUT.payload_bytes, 4, lanes=2).append_packed(LAYOUT.codec, packed(0, 1))
-
-    def test_to_a_store_of_several_environments_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="one environment"):
-            store(LAYOUT.payload_bytes, 4, strands=2).append_packed(LAYOUT.codec, packed(0, 1))
-
-    def test_to_a_store_that_only_counts_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="elsewhere"):
-            store(0, 4).append_packed(LAYOUT.codec, packed(0, 1))
-
-    def test_of_a_longer_layout_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="does not fit"):
-            store(LAYOUT.payload_bytes - 8, 4).append_packed(LAYOUT.codec, packed(0, 1))
+    @each(
+        "message, of",
+        [
+            ("the batch has 1 environments, the store 2", {"payload_bytes": LAYOUT.payload_bytes, "strands": 2}),
+            ("those of the store 0", {"payload_bytes": 0}),
+            ("those of the store", {"payload_bytes": LAYOUT.payload_bytes + 8}),
+        ],
+    )
+    def test_to_a_store_of_other_rows_is_refused(self, message: str, of: dict[str, Any]) -> None:
+        s = store(of.pop("payload_bytes"), 4, **of)
+        with pytest.raises(ValueError, match=message):
+            s.append(0, LAYOUT.codec.check_packed(packed(0, 1)))
+        assert s.lane(0)["published"] == 0
 
     def test_of_a_layout_that_the_check_of_borders_was_not_made_for_is_refused(self) -> None:
         step = {"obs": torch.zeros(1, 4), "next": {"obs": torch.zeros(1, 4), "done": torch.zeros(1, 1).bool()}}
@@ -126,7 +124,7 @@ class TestAppendingPackedRows:
         wide = [(torch.uint8, (0,))] * (len(layout.leaves) - 1)
         other, _ = codec((torch.uint8, (layout.payload_bytes,)), *wide)
         with pytest.raises(ValueError, match="not that of the rows"):
-            storage.lanes.store.append_packed(other, layout.pack(step))
+            storage.lanes.store.append(0, other.check_packed(layout.pack(step)))
         assert len(storage) == 0
 
     def test_of_a_batch_that_was_checked_by_such_a_layout_is_refused(self) -> None:
@@ -144,13 +142,14 @@ class TestAppendingPackedRows:
             s.append(0, fewer.check_list([torch.zeros(1, 4)], 1, 0))
         assert len(storage) == 2
 
-    @each("write", ["push", "push_items", "push_columns", "push_step"])
+    @each("write", ["push", "push of items", "push_columns", "push_step"])
     def test_of_what_is_checked_and_appended_at_once_by_such_a_layout_is_refused(self, write: str) -> None:
         whole, empty = (
             {"obs": torch.zeros(2, n), "next": {"obs": torch.zeros(2, n), "done": torch.zeros(2, 1).bool()}}
             for n in (4, 0)
         )
-        layout, other = RowLayout.of(whole, 1), RowLayout.of(empty, 1).codec
+        layout, narrow = RowLayout.of(whole, 1), RowLayout.of(empty, 1)
+        other, items = narrow.codec, narrow.item_codec(torch.device("cpu"))
         storage = LazyTensorStorage(10)
         storage.adopt(layout)
         s = storage.lanes.store
@@ -160,10 +159,10 @@ class TestAppendingPackedRows:
         one = {"obs": torch.zeros(0), "next": {"obs": torch.zeros(0), "done": torch.zeros(1).bool()}}
         given: dict[str, Any] = {
             "push": (empty, 1, 0),
-            "push_items": ([one], False, False),
+            "push of items": ([one], 1, 0),
             "push_columns": (leaves, 1, 0),
             "push_step": (step,),
         }
         with pytest.raises(ValueError, match="not that of the rows"):
-            getattr(_native, write)(s, other, 0, *given[write])
+            getattr(_native, write.split()[0])(s, items if "items" in write else other, 0, *given[write])
         assert len(storage) == 2

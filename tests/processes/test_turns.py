@@ -26,7 +26,6 @@ from engram.data import (
     SliceSampler,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    TensorDictRoundRobinWriter,
 )
 from engram.envs.transforms import MultiStepTransform
 from engram.errors import EngramError, NoFreeLaneError, StorageError, StorageInUseError
@@ -566,16 +565,13 @@ class Slow(RoundRobinWriter):
         return storage.append(checked)
 
 
-def test_an_own_writer_whose_rows_would_store_the_index_of_others_is_refused(storage):
+def test_rows_of_an_own_writer_store_the_index_that_they_get_though_others_write_between(storage):
     rb = ReplayBuffer(storage=storage, writer=Slow())
     rb.extend(steps(0, 3))
     rb.writer.between = lambda: Child(lambda: setattr(rb.writer, "between", lambda: None) or
                                       rb.extend(steps(10, 12)).tolist()).result()  # fmt: skip
-    with pytest.raises(StorageInUseError, match="another process wrote between"):
-        rb.extend(steps(3, 6))
-    rb.writer.between = lambda: None
     assert rb.extend(steps(3, 6)).tolist() == [5, 6, 7]
-    assert rb[:]["index"].tolist() == list(range(8))
+    assert rb[:]["index"].tolist() == list(range(8)) and rb[5:]["n"].flatten().tolist() == [3, 4, 5]
 
 
 def test_a_child_forked_in_a_turn_has_not_got_it(shared, monkeypatch):
@@ -621,8 +617,8 @@ def _every_writer_has_one_number(turns, lane):
     turns._store.writer = 1 << 24 | 1
 
 
-def _index_is_not_looked_at_again(self, storage, items, single, time_dim):
-    return storage.append(storage.check(items, single, time_dim, self.index_key))
+def _index_is_that_of_the_check(self, steps, index_key=None, plan=PackedRows.plan):
+    return plan(self, steps._replace(own_index=self.lanes.next_slots(steps.times)), index_key)
 
 
 PLANTED = {
@@ -646,8 +642,8 @@ PLANTED = {
         (_native.Store, "undo_takeover", lambda self, lane, dead: None),
         lambda path, patch: test_a_takeover_that_fails_is_made_again_by_the_next(path, patch),
     ),
-    "a second look at stored indices": (
-        (TensorDictRoundRobinWriter, "write", _index_is_not_looked_at_again),
+    "an index that rows get when they are written": (
+        (PackedRows, "plan", _index_is_that_of_the_check),
         lambda path, patch: test_rows_store_their_own_index_though_another_writes_between_check_and_append(
             shared_memory(), patch, "native"
         ),

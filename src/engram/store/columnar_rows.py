@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,20 @@ from engram.pytree import to_tensor
 from engram.store.border import LOOK_BACK, Border, ColumnBorder
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, RowLayout
-from engram.store.rows import LayoutRows, Rows
+from engram.store.rows import LayoutRows, Rows, expand_slots
 from engram.store.steps import Steps
+
+
+class _Columns(NamedTuple):
+    """Checked data: leaves `[time, *envs, ...]` on the columns' device.
+
+    Attributes:
+        own: the number of the leaf in which rows get their own index when they are written; None: what is in the leaves
+            is written.
+    """
+
+    leaves: list[Tensor]
+    own: int | None = None
 
 
 class ColumnarRows(LayoutRows):
@@ -63,11 +75,11 @@ class ColumnarRows(LayoutRows):
         """The columns of `layout.stored`."""
         return self._columns if self._sequences is None else [*self._columns, self._sequences]
 
-    def plan(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, list[Tensor]]:
-        """The data are leaves `[time, *envs, ...]` on the columns' device."""
-        batch = steps.items
-        if extra is not None:
-            batch = pytree.with_entry(batch, extra[0], to_tensor(extra[1]))
+    def plan(self, steps: Steps, index_key: str | None = None) -> tuple[int, _Columns]:
+        batch, own = steps.items, None
+        if index_key is not None:
+            batch = pytree.with_entry(batch, index_key, to_tensor(self._own_index.of(steps)))
+            own = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (index_key,))
         leaves = self.layout.fitting(batch, steps.lead)
         if steps.is_single:
             leaves = [t.unsqueeze(0) for t in leaves]
@@ -81,19 +93,24 @@ class ColumnarRows(LayoutRows):
                     f"{pytree.format_key(leaf.path)} has {list(t.shape[1 : 1 + len(self.env_shape)])} environments, "
                     f"this storage {list(self.env_shape)}"
                 )
-        return len(leaves[0]), [_as_signed(t.to(self._device)) for t in leaves]
+        return self._moved(leaves, own if steps.own_index is None else None)
 
-    def plan_rows(self, rows: Any) -> tuple[int, list[Tensor]]:
-        leaves = self.layout.fitting(rows, 1)
-        return len(leaves[0]), [_as_signed(t.to(self._device)) for t in leaves]
+    def plan_rows(self, rows: Any) -> tuple[int, _Columns]:
+        return self._moved(self.layout.fitting(rows, 1))
 
-    def append_plan(self, plan: list[Tensor], most: int | None = None) -> Tensor:
-        leaves = [leaf[:most] for leaf in plan]
+    def _moved(self, leaves: list[Tensor], own: int | None = None) -> tuple[int, _Columns]:
+        return len(leaves[0]), _Columns([_as_signed(t.to(self._device)) for t in leaves], own)
+
+    def append_plan(self, plan: _Columns, most: int | None = None) -> Tensor:
+        leaves = [leaf[:most] for leaf in plan.leaves]
         capacity = self.lanes.store.lane_capacity
-        if self._border is not None:
-            self._note_border(self._border, leaves)
         self.lanes.hold()
         slots = self.lanes.next_slots(len(leaves[0]))
+        if plan.own is not None:
+            index = self._own_index.of_slots(to_tensor(expand_slots(slots, self.lanes.envs)))
+            leaves[plan.own] = index.reshape(leaves[plan.own].shape).to(self._device)
+        if self._border is not None:
+            self._note_border(self._border, leaves)
         where = slots[-capacity:].to(self._device)
         for column, leaf in zip(self._columns, leaves, strict=True):
             column[where] = leaf[-capacity:]
@@ -124,7 +141,7 @@ class ColumnarRows(LayoutRows):
         lanes.pending_borders.set_evidence(published + len(new[0]) - 1, border.evidence)
 
     def overwrite_plan(
-        self, slots: Tensor, plan: list[Tensor], rows: Tensor | None = None, first: int | None = None
+        self, slots: Tensor, plan: _Columns, rows: Tensor | None = None, first: int | None = None
     ) -> None:
         """Writes leaves ([n, ...]; `rows`: these of them) over rows that exist.
 
@@ -134,14 +151,17 @@ class ColumnarRows(LayoutRows):
         if len(absent):
             raise IndexError(f"slot {int(slots[absent[0]])} has not been written")
         where = slots.to(self._device)
-        for flat, leaf in zip(self._flat(), plan, strict=True):
-            flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
+        for k, (flat, leaf) in enumerate(zip(self._flat(), plan.leaves, strict=True)):
+            if k == plan.own:
+                flat[where] = self._own_index.of_slots(slots).to(self._device)
+            else:
+                flat[where] = leaf if rows is None else leaf[rows.to(self._device)]
         if first is not None:
             assert rows is not None and self._sequences is not None
             self._sequences[where] = first + rows.to(self._device)
         self.lanes.store.note_edits(slots, first is not None)
 
-    def prepare_overwrite(self, slots: Tensor, plan: list[Tensor], rows: Tensor, first: int) -> Callable[[], None]:
+    def prepare_overwrite(self, slots: Tensor, plan: _Columns, rows: Tensor, first: int) -> Callable[[], None]:
         return functools.partial(self.overwrite_plan, slots, plan, rows, first)
 
     def read(

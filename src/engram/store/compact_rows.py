@@ -50,22 +50,12 @@ class CompactRows(PackedRows):
             )
 
     # ---- rows as bytes ----
-    def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    def plan_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> _native.Plan:
         given: Any = rows
         leaves: Any = _native.unpack(self.layout.list_codec, given)
-        return self._appended(self.stored.list_codec.check_list(leaves, 1, 0))
-
-    def append_leaves(self, leaves: list[Any]) -> Tensor:
-        plan = self.stored.raw_leaf_codec.check_list(leaves, 1, 0)
-        if plan is None:
-            raise self._no_leaves(leaves)
-        return self._appended(plan)
-
-    def _appended(self, plan: _native.Plan | None) -> Tensor:
+        plan = self.stored.list_codec.check_list(leaves, 1, 0)
         assert plan is not None
-        slots = self.append_plan(plan)
-        assert isinstance(slots, Tensor)
-        return slots
+        return plan
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         self.lanes.use()

@@ -42,7 +42,7 @@ from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, RowLayout
 from engram.store.packed_rows import NativeCalls, PackedRows
 from engram.store.rows import Checked, Rows, TableRows, warn_of_items
-from engram.store.steps import Steps
+from engram.store.steps import Form, Steps
 
 #: Stands in a list for an item that is a row.
 ROW = object()
@@ -616,12 +616,12 @@ class _ItemList(CopiedAsPlain, list[Any]):
             return [self._read(item) for item in items]
         return [self[slot] for slot in slots] if _Batch in map(type, items) else items
 
-    def push(self, items: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
+    def push(self, items: Any, form: Form) -> Tensor | int | None:
         """As `PackedRows.push`, of items of the form of the rows."""
         packed = self.packed
-        if packed is None or (time_dim > 0 and type(items) is not list):
+        if packed is None or (form.time > 0 and type(items) is not list):
             return None
-        slots = packed.push(items, batch_dims == 0, index_key)
+        slots = packed.push(items, form)
         if slots is not None and len(self) < self._capacity:
             n = 1 if isinstance(slots, int) else slots.numel()
             self += [ROW] * min(n, self._capacity - len(self))
@@ -680,7 +680,7 @@ class PackedItems:
         self.layout = RowLayout.of(item, 0)
         if not self.layout.plain:
             raise ValueError("this tensordict builds its objects otherwise: all items stay objects")
-        self._lanes, self._codec = lanes, self.layout.codec_for(_device(item))
+        self._lanes, self._codec = lanes, self.layout.item_codec(_device(item))
         self._store = lanes.store.with_growing_rows(self.layout.payload_bytes)
         self.rows = PackedRows(lanes, self.layout, mapped=False, store=self._store, codec=self._codec)
         self._reader = _native.ItemReader(self._store, self._codec, ROW)
@@ -707,24 +707,25 @@ class PackedItems:
 
         With `index_key` the items store their own index there: `index` (int64 [n]), or the one that `append` gives.
         """
-        own = self._index_leaf(index_key)
-        if own == _NO_INDEX:
+        if self._index_leaf(index_key) == _NO_INDEX:
             return None
-        batch = not single and type(items) is not list
+        items = [items] if single else items
         if self._cls is not None:
-            each = [items] if single or batch else items
+            each = items if type(items) is list else [items]
             if not all(type(item) is self._cls and not item._non_tensordict for item in each):
                 return None
-            items = items._tensordict if single or batch else [item._tensordict for item in items]
-        return _native.plan_items(self._store, self._codec, 0, [items] if single else items, batch, own, index)
+            items = [item._tensordict for item in items] if type(items) is list else items._tensordict
+        extra = None if self._index_leaf(index_key) is None else (index_key, index)
+        plan: _native.Plan | None = self._codec.check(items, 1, 0, extra)
+        return plan
 
-    def push(self, items: Any, single: bool, index_key: str | None) -> Tensor | int | None:
+    def push(self, items: Any, form: Form) -> Tensor | int | None:
         """`plan` and `append` in one native call; None: nothing was written."""
-        own = self._index_leaf(index_key)
+        dims, time, key = form
+        own = self._index_leaf(key)
         if own == _NO_INDEX or self._cls is not None:
             return None
-        batch = type(items) is not list
-        return _native.push_items(self._store, self._codec, self._lanes.hold(), items, single, batch, own)
+        return _native.push(self._store, self._codec, self._lanes.hold(), items, dims, time, own)
 
     def _index_leaf(self, key: str | None) -> int | None:
         """The number of the leaf for the items' own index; None: they have none, `_NO_INDEX`: no place for it."""
@@ -736,7 +737,7 @@ class PackedItems:
         own = None
         if self._has_keys or key in fields:  # others store no index
             own = next((k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,)), _NO_INDEX)
-            if own != _NO_INDEX and not self._codec.holds_index(own):
+            if own != _NO_INDEX and self._codec.index_dims(own) != 1:
                 own = _NO_INDEX
         self._index_leaves[key] = own
         return own

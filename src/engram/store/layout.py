@@ -228,9 +228,9 @@ class RowLayout:
         """A codec that makes a batch of rows, in native code; None: Python has a part in it (`build`)."""
         return self.codec if self.plain and not self.within else None
 
-    def codec_for(self, device: torch.device | None) -> Any:
-        """A codec whose TensorDicts have this device; None: none."""
-        return self.codec if device == _CPU else _codec(self, {"_device": device})
+    def item_codec(self, device: torch.device | None) -> Any:
+        """A codec of items, which are built again as they were; their TensorDicts have this device, or None."""
+        return _codec(self, {"_device": device}, of_items=True)
 
     def with_sequence(self) -> RowLayout:
         """The layout of the same steps, whose rows carry their own sequence."""
@@ -273,13 +273,7 @@ class RowLayout:
         plan = codec.check(batch, batch_dims, time_dim, extra) if self.plain else None
         if plan is not None:
             return plan
-        if extra is None:
-            return self._plan_slowly(codec, batch, batch_dims, time_dim)
-        plan = self._plan_slowly(codec, pytree.with_entry(batch, *extra), batch_dims, time_dim)
-        codec.set_index(plan, next(k for k, leaf in enumerate(self.leaves) if leaf.path == (extra[0],)))
-        return plan
-
-    def _plan_slowly(self, codec: _native.Codec, batch: Any, batch_dims: int, time_dim: int) -> Any:
+        batch = batch if extra is None else pytree.with_entry(batch, *extra)
         tensors = [tensor.contiguous() for tensor in self.fitting(batch, batch_dims)]
         plan = codec.check_list(tensors, batch_dims, time_dim)
         if plan is None:
@@ -686,6 +680,7 @@ def _codec(
     offsets: dict[tuple[KeyPath, bool], int] | None = None,
     *,
     is_list: bool = False,
+    of_items: bool = False,
 ) -> Any:
     """A codec of rows of this layout, whose leaves may lie at other offsets."""
     at = {} if offsets is None else offsets
@@ -694,7 +689,8 @@ def _codec(
     template = _template()
     if template is not None:
         template |= attributes or {}
-    return _native.Codec(specs, tree, TensorDict, template, torch.Size, np.ndarray, np.generic, layout.sequence_offset)
+    sequence = layout.sequence_offset
+    return _native.Codec(specs, tree, TensorDict, template, torch.Size, np.ndarray, np.generic, sequence, of_items)
 
 
 def _raw_codec(leaves: list[tuple[int, int]]) -> Any:

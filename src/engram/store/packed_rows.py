@@ -12,15 +12,14 @@ from torch import Tensor
 
 import engram._native as _native
 from engram import pytree
-from engram._system import notice_fork
 from engram.errors import StorageError
 from engram.store.border import Border
 from engram.store.files import StoreSpec, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
 from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
-from engram.store.rows import READ_ONLY, IndexTakenError, JoinedRows, LayoutRows, Rows, expand_slots
-from engram.store.steps import Steps
+from engram.store.rows import READ_ONLY, JoinedRows, LayoutRows, Rows, expand_slots
+from engram.store.steps import Form, Steps
 
 _NO_INDEX = -1
 #: The bits of the floats that `torch.as_tensor` makes of Python's; other dtypes are left to it.
@@ -39,7 +38,7 @@ class NativeCalls:
         #: What whole batches are read from.
         self.source: _native.RowSource | None = None
         #: Checks and appends plain data in one call, as `PackedRows.push`; returns the index as `add` and `extend` do.
-        self.push: Callable[[Any, int, int, str | None], Any] | None = None
+        self.push: Callable[[Any, Form], Any] | None = None
         #: What single leaves, n-step returns and batches of several storages are read from.
         self.read: PackedRows | None = None
         #: To what steps of plain arrays are appended (`PackedRows.push_step`), and, where there is a `push`, columns.
@@ -124,6 +123,8 @@ class PackedRows(LayoutRows):
         self._index_leaves: dict[str, int | None] = {}
         self._leaf_numbers = {leaf.path: k for k, leaf in enumerate(layout.leaves)}
         self._chosen_leaves: dict[tuple[pytree.KeyPath, ...], list[int]] = {}
+        if env_shape:
+            self._store.env_shape = list(env_shape)
         border = Border.of([leaf.path for leaf in layout.leaves], [(x.shape, x.dtype) for x in layout.leaves])
         if border.decides:
             self._store.set_border(self._codec, list(border.entries), list(border.done), border.either, border.id)
@@ -143,8 +144,17 @@ class PackedRows(LayoutRows):
         """Equal for rows that are laid out in the same way."""
         return self.stored.key
 
-    def plan(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, _native.Plan]:
-        plan = steps.plan(self.layout, extra, self._codec)
+    def plan(self, steps: Steps, index_key: str | None = None) -> tuple[int, _native.Plan]:
+        plan = None
+        leaf = None if index_key is None or steps.own_index is not None else self._index_leaf(index_key)
+        gets_index = leaf is not None and leaf != _NO_INDEX
+        if gets_index and self._fast:
+            plan = self._codec.check(steps.items, steps.lead, steps.time, (index_key, None))
+        if plan is None:
+            extra = None if index_key is None else (index_key, self._own_index.of(steps))
+            plan = steps.plan(self.layout, extra, self._codec)
+            if leaf is not None and gets_index:
+                self._codec.set_own(plan, leaf)
         if plan.envs != self._store.envs:
             raise ValueError(
                 f"the batch has {plan.envs} environments, this storage {self._store.envs}; nothing was written"
@@ -155,53 +165,50 @@ class PackedRows(LayoutRows):
         plan = Steps(rows).plan(self.layout, None, self._codec)
         return plan.steps, plan
 
-    def push(self, batch: Any, batch_dims: int, time_dim: int, index_key: str | None) -> Tensor | int | None:
+    def push(self, batch: Any, form: Form) -> Tensor | int | None:
         """`fit` and `append` in one native call, of a plain batch or of a list of plain items.
 
-        With `index_key` each row also stores its own index there, if its layout has such an entry. Returns what
+        With an index key each row also stores its own index there, if its layout has such an entry. Returns what
         `append` does. None: nothing was written, and `fit` and `append` write it, or say what does not fit.
         """
-        lane, own = self.lanes.held, None
+        lane, (dims, time, key), own = self.lanes.held, form, None
         if lane is None or not self._fast:
             return None
-        if index_key is not None:
+        if key is not None:
             try:
-                own = self._index_leaves[index_key]
+                own = self._index_leaves[key]
             except KeyError:
-                own = self._index_leaf(index_key)
+                own = self._index_leaf(key)
             if own == _NO_INDEX:
                 return None
         bits = _FLOAT_BITS.get(torch.get_default_dtype(), 0) if type(batch) is list else None
         # Positional: the hot path.
-        return _native.push(self._store, self._codec, lane, batch, batch_dims, time_dim, own, bits)
+        return _native.push(self._store, self._codec, lane, batch, dims, time, own, bits)
 
-    def push_columns(self, columns: list[Any], batch_dims: int, time_dim: int, index_key: str | None) -> bool:
+    def push_columns(self, columns: list[Any], form: Form) -> bool:
         """As `push`, of an array or tensor `[*batch, ...]` for each of `layout.leaves`; makes no index.
 
         What stands for the leaf of the rows' own index is ignored. False: nothing was written.
         """
-        lane, own = self.lanes.held, None
-        if lane is None or not self._fast:
+        lane, (dims, time, key) = self.lanes.held, form
+        own = None if key is None else self._index_leaf(key)
+        if lane is None or not self._fast or own == _NO_INDEX:
             return False
-        if index_key is not None:
-            own = self._index_leaves[index_key] if index_key in self._index_leaves else self._index_leaf(index_key)
-            if own == _NO_INDEX:
-                return False
-        return _native.push_columns(self._store, self._codec, lane, columns, batch_dims, time_dim, own)
+        return _native.push_columns(self._store, self._codec, lane, columns, dims, time, own)
 
-    def checked_columns(
-        self, columns: list[Any], batch_dims: int, time_dim: int, index_key: str | None
-    ) -> _native.CheckedColumns | None:
+    def plan_columns(self, columns: list[Any], form: Form) -> _native.Plan | None:
         """Columns as those of `push_columns`, all of them arrays, for `push_part`; None: they are not of these rows."""
-        own = None if index_key is None else self._index_leaf(index_key)
+        dims, time, key = form
+        own = None if key is None else self._index_leaf(key)
         if own == _NO_INDEX or not self._fast:
             return None
-        return _native.checked_columns(self._codec, columns, batch_dims, time_dim, own)
+        plan = self._codec.check_columns(columns, dims, time, own)
+        return None if plan is None or plan.envs != self._store.envs else plan
 
-    def push_part(self, columns: _native.CheckedColumns, first: int, steps: int) -> bool:
+    def push_part(self, plan: _native.Plan, first: int, steps: int) -> bool:
         """Appends so many steps of checked columns, as they are now; makes no index. False: nothing was written."""
         lane = self.lanes.held
-        return lane is not None and _native.push_part(self._store, lane, columns, first, steps)
+        return lane is not None and self._store.append(lane, plan, first, steps, False) is not None
 
     def push_step(self, step: Any) -> bool:
         """Appends one time step of all environments, of numpy arrays, and makes no index of it, in one native call.
@@ -215,56 +222,40 @@ class PackedRows(LayoutRows):
 
     def _index_leaf(self, key: str) -> int | None:
         """The number of the leaf for the rows' own index; None: there is none, `_NO_INDEX`: the entry is another."""
-        leaf = None
-        if (key,) in self.layout.paths:
-            leaf = next(k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,))
-            leaf = leaf if self._codec.holds_index(leaf) else _NO_INDEX
+        if key in self._index_leaves:
+            return self._index_leaves[key]
+        leaf = next((k for k, leaf in enumerate(self.layout.leaves) if leaf.path == (key,)), None)
+        if leaf is not None and self._codec.index_dims(leaf) != self.ndim:
+            leaf = _NO_INDEX
         self._index_leaves[key] = leaf
         return leaf
 
     def append_plan(self, plan: _native.Plan, most: int | None = None) -> Tensor | int:
-        slots = self._store.append(self.lanes.hold(), plan, most)
-        return self._append_in_turn(plan, most) if slots is None else slots
-
-    def _append_in_turn(self, plan: _native.Plan, most: int | None) -> Tensor | int:
-        """As `append_plan`, where it is another process's turn, or the first one of this, or others have written.
-
-        Also in a process that has just found out that it was forked.
-        """
-        with self.lanes.mutex, self.lanes.turn():  # the mutex of a forked child is another one than its caller holds
-            lane = self.lanes.hold()
-            slots = self._store.append(lane, plan, most)
-        if slots is None:
-            raise IndexTakenError(
-                "another process wrote between the check of these rows and their append, so the index that they store "
-                "is not theirs; nothing was written. Write them again; or make the storage with lanes=n, for about n "
-                "writers side by side"
-            )
+        n = None if most is None else min(most, plan.steps)
+        slots = self._store.append(self.lanes.hold(), plan, 0, n)
+        if slots is None:  # another process's turn, or the first one of this, which was perhaps forked
+            with self.lanes.mutex, self.lanes.turn():  # a forked child's mutex is another one than its caller holds
+                slots = self._store.append(self.lanes.hold(), plan, 0, n)
+        assert slots is not None
         return slots
 
-    def append_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> Tensor:
-        """Writes packed rows of this layout, uint8 [n, payload_bytes], as `append`; returns time slots, int64 [n].
+    def plan_packed(self, rows: Tensor | np.ndarray[Any, Any]) -> _native.Plan:
+        """As `plan`, of packed rows of this layout, uint8 [n, payload_bytes], which are copied as they are.
 
-        A row whose first entries do not go on from this process's newest one begins a trajectory, as those of `append`
-        do.
+        A row whose first entries do not go on from this process's newest one begins a trajectory, as those of a batch.
 
         Raises:
-            ValueError: rows of another length, several environments, rows that carry their own sequence, or a store in
-                which processes take turns; nothing was written.
+            ValueError: rows of another length, several environments, or rows that carry their own sequence.
         """
-        notice_fork()
-        self.lanes.hold()
         given: Any = rows
-        return self._store.append_packed(self._codec, given)
+        return self._codec.check_packed(given)
 
-    def append_leaves(self, leaves: list[Any]) -> Tensor:
-        """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
-        plan = None if self.layout.carries_sequence else self.layout.raw_leaf_codec.check_list(leaves, 1, 0)
+    def plan_leaves(self, leaves: list[Any]) -> _native.Plan:
+        """As `plan_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
+        plan = None if self.layout.carries_sequence else self.stored.raw_leaf_codec.check_list(leaves, 1, 0)
         if plan is None:
             raise self._no_leaves(leaves)
-        slots = self.append_plan(plan)
-        assert isinstance(slots, Tensor)
-        return slots
+        return plan
 
     def _no_leaves(self, leaves: list[Any]) -> ValueError:
         sizes = [leaf.nbytes for leaf in self.layout.leaves]
@@ -483,9 +474,9 @@ def _refuse(*args: Any) -> NoReturn:
     raise StorageError(READ_ONLY)
 
 
-def _push_envs(rows: PackedRows, *data: Any) -> Any:
+def _push_envs(rows: PackedRows, batch: Any, form: Form) -> Any:
     """As `PackedRows.push`, of steps of several environments."""
-    slots: Any = rows.push(*data)
+    slots: Any = rows.push(batch, form)
     if slots is None:
         return None
     slots = expand_slots(slots, rows.lanes.envs)

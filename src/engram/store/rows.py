@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engram import pytree
 from engram._text import warn_user
-from engram.errors import StorageError, StorageInUseError
+from engram.errors import StorageError
 from engram.pytree import KeyPath, to_tensor
 from engram.store.indexing import Selection, from_slots
 from engram.store.lanes import Lanes
@@ -59,10 +59,6 @@ class JoinedRows(NamedTuple):
     absent: list[int] | None
     sequences: Tensor | None
     parts: list[Any] | None = None
-
-
-class IndexTakenError(StorageInUseError):
-    """Rows that store their own index were not appended, as another process has taken their slots."""
 
 
 class ItemReader(Protocol):
@@ -333,12 +329,12 @@ class LayoutRows(TableRows):
 
     # ---- writing ----
     @abc.abstractmethod
-    def plan(self, steps: Steps, extra: tuple[str, Any] | None = None) -> tuple[int, Any]:
+    def plan(self, steps: Steps, index_key: str | None = None) -> tuple[int, Any]:
         """How many time steps they are, and their data as `append_plan` takes them.
 
         Args:
-            extra: a key at the root, and what the rows also store there: where `steps.own_index` is None, the index
-                that they will get if no other process writes before them (`append_plan` finds out).
+            index_key: the key at the root under which the rows have a place for their own index: `steps.own_index`, or
+                the one that they get when they are written.
 
         Raises:
             ValueError, TypeError: the batch does not fit; the message names the leaf. Nothing was written.
@@ -353,9 +349,8 @@ class LayoutRows(TableRows):
         """Writes checked data (`most`: only their first steps) behind the newest row of this process's lane.
 
         They are counted once all of them are written. A seam comes before them where they do not go on from the newest
-        row (`border.py`), or where another process wrote that. Where processes take turns, it is this one's then, and
-        rows whose own index has become that of others raise an IndexTakenError; nothing was written. Sequences that the
-        places of the rows carried are 0.
+        row (`border.py`), or where another process wrote that. Rows that store their own index get it here. Sequences
+        that the places of the rows carried are 0.
 
         Returns time slots, int64 [steps]; of a single step without batch dimensions perhaps its slot.
         """
@@ -372,13 +367,11 @@ class LayoutRows(TableRows):
         """
 
     def fit(self, steps: Steps) -> Checked:
-        merged, extra = steps, None
+        merged, key = steps, steps.index_key
         if steps.lead > 1:
             merged = steps.with_one_env_dim()
             check_envs(steps.env_shape, self.env_shape)
-        if steps.index_key is not None and (steps.index_key,) in self.layout.paths:
-            extra = steps.index_key, self._own_index.of(merged)
-        count, plan = self.plan(merged, extra)
+        count, plan = self.plan(merged, key if key is not None and (key,) in self.layout.paths else None)
         if not count:
             raise ValueError(NO_STEPS)
         return Checked(count, plan)

@@ -11,6 +11,17 @@ from engram import pytree
 from engram.store.layout import NO_TENSOR, RowLayout
 
 
+class Form(NamedTuple):
+    """How data lie that native calls check and append at once (`PackedRows.push`); the fields are those of `Steps`.
+
+    A buffer has two: that of one step, and that of a batch.
+    """
+
+    lead: int
+    time: int
+    index_key: str | None = None
+
+
 class Steps(NamedTuple):
     """Data that are written. Made once, where they come in: by `check` and `set` of a storage.
 

@@ -395,30 +395,29 @@ def test_bad_arguments_of_the_native_rows_are_errors() -> None:
         (ValueError, lambda: counts.with_growing_rows(0)),
         (ValueError, lambda: counts.with_growing_rows(1 << 47)),
         (ValueError, lambda: Lanes.in_memory(10, envs=2).store.with_growing_rows(8)),
-        (ValueError, lambda: _native.plan_items(counts, codec, 0, given, False)),
-        (ValueError, lambda: _native.plan_items(store, codec, 0, given, False, 0)),
-        (ValueError, lambda: _native.plan_items(store, codec, 0, given, False, 9)),
-        (IndexError, lambda: _native.plan_items(store, codec, 1, given, False)),
+        (TypeError, lambda: codec.check(given, 1, 0, "index")),
         (ValueError, lambda: own.plan(index._tensordict, True, "index", torch.arange(2))),
         (TypeError, lambda: own.plan(index._tensordict, True, "index", torch.zeros(1))),
-        (ValueError, lambda: _native.push_items(counts, codec, 0, given, False, False)),
-        (ValueError, lambda: _native.push_items(store, codec, 0, given, False, False, 0)),
-        (IndexError, lambda: _native.push_items(store, codec, 1, given, False, False)),
+        (ValueError, lambda: _native.push(counts, codec, 0, given, 1, 0)),
+        (ValueError, lambda: _native.push(store, codec, 0, given, 1, 0, 0)),
+        (IndexError, lambda: _native.push(store, codec, 1, given, 1, 0)),
         (ValueError, lambda: _native.ItemReader(counts, codec, ROW)),
         (ValueError, lambda: _native.ItemReader(store, other._codec, ROW)),
         (ValueError, lambda: PackedItems([torch.zeros(2)], Lanes.in_memory(10))),
-        (ValueError, lambda: _native.push_items(store, _with_sequence(), 0, given, False, False)),
+        (ValueError, lambda: _native.push(store, _with_sequence(), 0, given, 1, 0)),
     ):
         with pytest.raises(error):
             call()
     assert store.gather(codec, torch.tensor([9]))[2] == [0] and rows.gather(torch.tensor([1, 9]), None) is None
     for items in ([], None, [1], [{"a": torch.zeros(3)}], {"a": torch.zeros(0, 2)}):
-        assert _native.push_items(store, codec, 0, items, False, isinstance(items, dict)) is None
+        assert _native.push(store, codec, 0, items, 1, 0) is None
     assert reader.item(2)["a"].tolist() == [1.0, 1.0] and len(rows._lanes) == 3
 
 
 def _with_sequence() -> Any:
-    return PackedItems({"a": torch.zeros(0)}, Lanes.in_memory(10)).layout.with_sequence().codec
+    return (
+        PackedItems({"a": torch.zeros(0)}, Lanes.in_memory(10)).layout.with_sequence().item_codec(torch.device("cpu"))
+    )
 
 
 def test_rows_without_a_limit_take_memory_as_they_are_written() -> None:

@@ -61,12 +61,11 @@ class TestAppending:
         assert torch.cat(slots).tolist() == [k % 40 for k in range(49)]
         assert sorted(numbers(storage[:])) == list(range(9, 49))
 
-    def test_they_are_not_appended_in_turns(self) -> None:
+    def test_they_are_appended_where_processes_take_turns(self) -> None:
         storage = LazyTensorStorage(10, shared=True)
         storage.adopt(LAYOUT)
-        with pytest.raises(ValueError, match="not appended in turns"):
-            storage.append_packed(LAYOUT.pack(steps(0, 1)))
-        assert len(storage) == 0
+        assert storage.append_packed(LAYOUT.pack(steps(0, 3))).tolist() == [0, 1, 2]
+        assert numbers(storage[:]) == [0, 1, 2]
 
     def test_packed_rows_of_another_source_begin_a_trajectory_as_others_do(self) -> None:
         def data(obs: list[float]) -> TensorDict:

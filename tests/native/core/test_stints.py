@@ -127,11 +127,11 @@ def test_parts_of_checked_columns_go_on_in_the_next_lane() -> None:
     with writers(4, 5) as shared:
         me, other = shared.new(), shared.new()
         columns = [row_words(np.arange(19), WIDTH).view(np.ndarray)]
-        checked = _native.checked_columns(shared.code, columns, 1, 0)
+        checked = shared.code.check_columns(columns, 1, 0)
         assert checked is not None
         for first in range(0, 18, 6):
-            assert _native.push_part(me, 0, checked, first, 6)
-        assert _native.push_part(other, 0, checked, 18, 1)
+            assert me.append(0, checked, first, 6, False)
+        assert other.append(0, checked, 18, 1, False)
         assert shared.numbers(np.arange(19)) == list(range(19))
         assert shared.store.seams(3)[:1] == [3]  # another writer's row
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from engram.data.replay_buffers.writers.round_robin import write_plan
 from engram.pytree import get_entry, stack, to_tensor
 from engram.store.indexing import returned_index
+from engram.store.steps import Form
 from engram.transforms.base import WriteRequest
 
 if TYPE_CHECKING:
-    from engram._native import CheckedColumns
+    from engram._native import Plan
     from engram.data.replay_buffers.samplers.base import Sampler
     from engram.data.replay_buffers.samplers.draw import DrawPlan
     from engram.data.replay_buffers.storages.base import Storage
@@ -98,13 +99,13 @@ class ColumnRows:
         ndim: the batch dimensions of the columns.
     """
 
-    def __init__(self, storage: Storage, layout: RowLayout, time_dim: int, index_key: str | None) -> None:
-        self.layout, self._storage, self._time_dim, self._index_key = layout, storage, time_dim, index_key
+    def __init__(self, storage: Storage, layout: RowLayout, form: Form) -> None:
+        self.layout, self._storage, self._form = layout, storage, form
         self.paths = [leaf.path for leaf in layout.leaves]
-        self.index_path = None if index_key is None else (index_key,)
-        self.ndim = storage.ndim
+        self.index_path = None if form.index_key is None else (form.index_key,)
+        self.ndim = form.lead
         self._columns: list[Any] | None = None  # those of which parts were appended last
-        self._checked: CheckedColumns | None = None
+        self._checked: Plan | None = None
 
     def append(self, columns: list[Any]) -> bool:
         """Writes a batch behind the newest row. False: nothing was written, because it is not of this layout, ..."""
@@ -113,7 +114,7 @@ class ColumnRows:
             native, layout = storage.native, storage.layout
             if native.push is None or native.appended is None or layout is not self.layout:
                 return False
-            return native.appended.push_columns(columns, self.ndim, self._time_dim, self._index_key)
+            return native.appended.push_columns(columns, self._form)
 
     def append_part(self, columns: list[Any], first: int, steps: int) -> bool:
         """As `append`, of so many steps of columns `[time, ...]`, which are arrays, and one list from call to call."""
@@ -130,7 +131,7 @@ class ColumnRows:
     def _check(self, columns: list[Any], rows: PackedRows) -> None:
         lead = (1,) * (self.ndim - 1)
         shaped = [None if column is None else column.reshape(*lead, *column.shape) for column in columns]
-        self._checked = rows.checked_columns(shaped, self.ndim, self._time_dim, self._index_key)
+        self._checked = rows.plan_columns(shaped, self._form)
         self._columns = columns
 
 
@@ -159,6 +160,9 @@ class BatchWriter:
         self._write_rows, is_behind = write_plan(writer)
         #: Whether the storage may check and append in one call, if no priorities come with the data.
         self.pushes = is_behind and self._check_rows is None and not self._tells_sampler
+        #: How one step lies that is written, and a batch.
+        self.form_of_step = Form(storage.ndim - 1, -1, writer.index_key)
+        self.form = Form(storage.ndim, time_dim, writer.index_key)
         self.transform = transform
         self.priorities = priorities
         self._column_rows: ColumnRows | None = None
@@ -185,7 +189,7 @@ class BatchWriter:
             return None
         rows = self._column_rows
         if rows is None or rows.layout is not layout:
-            rows = self._column_rows = ColumnRows(self._storage, layout, self._time_dim, self._writer.index_key)
+            rows = self._column_rows = ColumnRows(self._storage, layout, self.form)
         return rows
 
     def flush(self) -> Any:

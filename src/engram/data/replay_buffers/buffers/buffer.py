@@ -365,7 +365,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             with storage.mutex:
                 pushed: int | Tensor | None = None
                 if (push := storage.native.push) is not None:
-                    pushed = push(data, storage.ndim - 1, -1, parts.writer.index_key)
+                    pushed = push(data, writes.form_of_step)
             if pushed is not None:
                 return pushed
         index: int | Tensor = writes.write(data, single=True)
@@ -396,7 +396,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             with storage.mutex:
                 pushed: Tensor | None = None
                 if (push := storage.native.push) is not None:
-                    pushed = push(data, storage.ndim, parts.time_dim, parts.writer.index_key)
+                    pushed = push(data, writes.form)
             if pushed is not None:
                 return pushed
         index: Tensor = writes.write(data, single=False, update_priority=update_priority)

@@ -71,8 +71,7 @@ class TableStorage(Storage):
         Returns time slots, int64 [n].
 
         Raises:
-            ValueError: the rows are not ones of this layout, or processes take turns in the storage; nothing was
-                written.
+            ValueError: the rows are not ones of this layout; nothing was written.
             StorageError: the rows are not kept as bytes.
 
         Example:
@@ -83,12 +82,18 @@ class TableStorage(Storage):
             tensor([0, 1, 2])
         """
         with self.mutex:
-            return _packed(self._held_table).append_packed(rows)
+            packed = _packed(self._held_table)
+            slots = packed.append_plan(packed.plan_packed(rows))
+        assert isinstance(slots, Tensor)
+        return slots
 
     def append_leaves(self, leaves: list[Any]) -> Tensor:
         """As `append_packed`, of the bytes of each leaf: uint8 [n, nbytes] for each of `layout.leaves`."""
         with self.mutex:
-            return _packed(self._held_table).append_leaves(leaves)
+            packed = _packed(self._held_table)
+            slots = packed.append_plan(packed.plan_leaves(leaves))
+        assert isinstance(slots, Tensor)
+        return slots
 
     def read_packed(self, slots: Tensor, by_leaf: bool = False, sequences: bool = False) -> Rows:
         """As `read`, as bytes: `batch` is a list of one tensor, uint8 [n, layout.payload_bytes].

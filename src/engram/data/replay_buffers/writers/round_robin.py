@@ -22,7 +22,7 @@ from engram.checkpoint.snapshot import load_part, save_part
 from engram.data.replay_buffers.state.parts import SavedOwnPart, SavedPart, as_saved
 from engram.pytree import move_dim, to_tensor
 from engram.store.indexing import generations_at, returned_index, to_slots
-from engram.store.rows import IndexTakenError, expand_slots
+from engram.store.rows import expand_slots
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -467,13 +467,6 @@ class TensorDictRoundRobinWriter(RoundRobinWriter, built_in=True):
 
     index_key = "index"
     placing = Placing.BEHIND
-
-    def write(self, storage: Storage, items: Any, single: bool, time_dim: int) -> Tensor | int:
-        try:
-            return storage.append(storage.check(items, single, time_dim, self.index_key))
-        except IndexTakenError:  # another process was faster: this time it is kept out meanwhile
-            with storage.access.turn():
-                return storage.append(storage.check(items, single, time_dim, self.index_key))
 
 
 class ImmutableDatasetWriter(Writer, built_in=True):
