@@ -31,7 +31,6 @@ from engram.store.compact import KnownSteps
 from engram.store.counters import Counters
 from engram.store.lanes import Lanes
 from engram.store.layout import LayoutState, MalformedLayoutError, ObservationKeys, RowLayout, StoredLayout
-from engram.store.packed_rows import PackedRows
 from engram.store.rows import READ_ONLY
 from engram.store.snapshots import ChangeTracker, ColumnSnapshot, EmptySource, PrivateRows, RowSnapshot
 from engram.store.table import Table, Unwritten
@@ -410,12 +409,12 @@ class SavedRows(SavedStorage):
             return StoredRows(table)  # no other process sees these rows
         if isinstance(rows, Unwritten):
             return EmptySource()
-        if not isinstance(rows, PackedRows):
+        if rows.stored is None:
             return ColumnSnapshot(lanes, self._now)
         if background and lanes.store.saving:
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
-        assert layout is not None
+        assert layout is not None and rows.layout is not None
         return RowSnapshot(
             lanes, layout, self._now.counters(), rows.layout, copy_on_write=background, stored=rows.stored
         )
