@@ -46,8 +46,6 @@ from engram.store.steps import Form, Steps
 
 #: Stands in a list for an item that is a row.
 ROW = object()
-#: A key at the root, and what each item also stores there (int64 [n]); None: the slots that `append` will give.
-Extra = tuple[str, Tensor | None]
 
 
 class ItemCodec(NamedTuple):
@@ -167,10 +165,10 @@ class ItemRows(TableRows):
 
         The data are copies: what the caller does to its own objects later does not change them.
         """
-        items, single = steps.items, steps.is_single
+        items, single, key = steps.items, steps.is_single, steps.index_key
         if not single and not self.by_slot and has_batch_size(items) and len(items.batch_size) > 1:
             warn_of_items(items)
-        batch, extra = items, None if steps.index_key is None else (steps.index_key, steps.own_index)
+        batch = items
         if self.codec.check is not None:
             for item in batch if isinstance(batch, list) and not single else [batch]:
                 self.codec.check(item)
@@ -179,10 +177,12 @@ class ItemRows(TableRows):
         steps = steps._replace(items=batch)
         data: Any = self._as_rows(steps)
         if data is None:
-            data = self._as_batch(steps, extra)
-        if data is None:
-            items = self.codec.copy(batch)  # of a batch once, whole: its items are views of that copy
-            data = self._kept([items] if single else unstack(items, steps.time), extra)
+            new: Any = self._as_batch(steps)
+            if new is None:
+                items = self.codec.copy(batch)  # of a batch once, whole: its items are views of that copy
+                new = [items] if single else unstack(items, steps.time)
+            slots = self._lanes.next_slots(len(new)) if key is not None and steps.own_index is None else steps.own_index
+            data = _NewObjects(self._kept(new, key, slots), key, slots)
         if not len(data):
             raise ValueError("nothing to add: the batch has no items")
         return Checked(len(data), data)
@@ -223,38 +223,42 @@ class ItemRows(TableRows):
         except (ValueError, TypeError):
             return None
 
-    def _as_batch(self, steps: Steps, extra: Extra | None) -> _Batch | None:
+    def _as_batch(self, steps: Steps) -> _Batch | None:
         """A copy of a batch that stays whole; None: it is to be taken apart."""
         batch = steps.items
         if steps.time or not self.codec.packs or type(batch) is not TensorDict:
             return None
         if not batch.ndim or not _has_only_tensors(batch):
             return None
-        copied = self.codec.copy(batch)
-        if extra is not None and len(copied):
-            set_per_item(copied, extra[0], self._index(extra, len(copied)).clone())
-        return _Batch(copied)
+        return _Batch(self.codec.copy(batch))
 
-    def _kept(self, items: list[Any], extra: Extra | None) -> list[Any]:
-        """What is kept of objects, which nobody else has."""
-        items, keep = self._with_index(items, extra), self.codec.keep
-        return items if keep is None else [keep(item) for item in items]
+    def _kept(self, items: Any, key: str | None, slots: Tensor | None) -> Any:
+        """What is kept of objects, which nobody else has; under a key they store the index of these slots."""
+        if slots is not None and key is not None and len(items):
+            slots = slots.clone()
+            if type(items) is _Batch:
+                td = items.td.clone(recurse=False)
+                set_per_item(td, key, slots)
+                return _Batch(td)
+            items = [_with_index(item, key, slot) for item, slot in zip(items, slots, strict=True)]
+        keep = self.codec.keep
+        return items if keep is None or type(items) is _Batch else [keep(item) for item in items]
 
-    def _with_index(self, items: list[Any], extra: Extra | None) -> list[Any]:
-        if extra is None or not items:
+    def _placed(self, new: _NewObjects, slots: Tensor, rows: Any) -> Any:
+        """These rows of new objects, which store the index of the slots that they get."""
+        items = new.items[rows] if isinstance(rows, slice) else [new.items[row] for row in rows]
+        if new.key is None or new.slots is None or torch.equal(new.slots[rows], slots):
             return items
-        slots = self._index(extra, len(items)).clone()
-        return [_with_index(item, extra[0], slot) for item, slot in zip(items, slots, strict=True)]
-
-    def _index(self, extra: Extra, n: int) -> Tensor:
-        return self._lanes.next_slots(n) if extra[1] is None else extra[1]
+        read = self.codec.read
+        return self._kept(items if read is None else list(map(read, items)), new.key, slots)
 
     def append(self, checked: Checked, most: int | None = None) -> Tensor:
         data, by_slot, capacity = checked.data, self.by_slot, self._capacity
         if type(data) is _NewRows:
             slots = self._append_rows(data, most)
         else:
-            new, first = data[:most], self._lanes.next_slot()
+            first = self._lanes.next_slot()
+            new = self._placed(data, self._lanes.next_slots(len(data.items[:most])), slice(most))
             begins = self._border.begins(by_slot, capacity, by_slot.readable(new))
             self._expect_objects()
             slots = self._lanes.advance(len(new), begins)
@@ -304,13 +308,12 @@ class ItemRows(TableRows):
             each = [self.kept.get(slot, frozenset()) for slot in places]
             new = list(map(_with_kept, map(by_slot.__getitem__, places), new, each))
         key = steps.index_key
-        extra = None if key is None else (key, slots)
         rows = self._as_rows(Steps(new, index_key=key, own_index=None if key is None else slots))
         if rows is not None:
             rows.of.rows.overwrite_plan(slots, rows.plan)
             by_slot.put_each([ROW] * len(places), places)
             return
-        objects = self._kept([self.codec.copy(item) for item in new], extra)
+        objects = self._kept([self.codec.copy(item) for item in new], key, slots)
         self._expect_objects()
         by_slot.put_each(objects, places)
         self._lanes.store.note_edits(slots)
@@ -322,8 +325,9 @@ class ItemRows(TableRows):
         if type(data) is _NewRows:
             new, write_rows = [ROW] * len(chosen), data.of.rows.prepare_overwrite(slots, data.plan, rows, None)
         else:
-            # A copy: a single row would keep its whole batch in memory.
-            new = [self.codec.copy(data[row]) if self.codec.packs else data[row] for row in chosen]
+            new = self._placed(data, slots, chosen)
+            if self.codec.packs:  # a single row would keep its whole batch in memory
+                new = list(map(self.codec.copy, new))
             write_rows = functools.partial(self._lanes.store.note_edits, slots, True)
             self._expect_objects()
 
@@ -547,6 +551,18 @@ class _NewRows:
 
     def __len__(self) -> int:
         return self.plan.steps
+
+
+class _NewObjects:
+    """Items, a list or a batch, about to be stored as objects; under a key they store the index of these slots."""
+
+    __slots__ = ("items", "key", "slots")
+
+    def __init__(self, items: Any, key: str | None, slots: Tensor | None) -> None:
+        self.items, self.key, self.slots = items, key, slots
+
+    def __len__(self) -> int:
+        return len(self.items)
 
 
 class _ItemList(CopiedAsPlain, list[Any]):

@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from contracts.each import each
 from engram.data import (
+    CompressedListStorage,
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
@@ -33,6 +34,13 @@ def of_columns() -> Storage:
     return TensorStorage(TensorDict({"x": torch.zeros(12), "index": torch.arange(12)}, [12]))
 
 
+def of_objects() -> Storage:
+    """Whose items are no rows, as the first of them has no tensor."""
+    storage = ListStorage(12)
+    storage.append(storage.check({"x": "none"}, True, 0, "index"))
+    return storage
+
+
 STORAGES = [
     of_memory(),
     of_memory(shared=True),
@@ -40,12 +48,14 @@ STORAGES = [
     of_columns,
     lambda: LazyMemmapStorage(12),
     lambda: ListStorage(12),
+    of_objects,
+    lambda: CompressedListStorage(12),
 ]
 
 
 def rows_at(storage: Storage, slots: torch.Tensor) -> Any:
     rows = storage.get(slots)
-    return torch.stack(rows) if isinstance(rows, list) else rows
+    return torch.stack([TensorDict(row) for row in rows]) if isinstance(rows, list) else rows
 
 
 def numbers(*values: float) -> TensorDict:
@@ -84,7 +94,7 @@ def test_so_do_those_of_several_environments(envs: tuple[int, ...]) -> None:
             assert rows["index"][(*env, step)].tolist() == [time + step, *env]
 
 
-@each("make", [of_memory(), of_columns, lambda: ListStorage(12)])
+@each("make", [of_memory(), of_columns, lambda: ListStorage(12), lambda: CompressedListStorage(12)])
 def test_steps_that_replace_others_store_the_index_of_these(make: Callable[[], Storage]) -> None:
     storage = make()
     rb = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="x"))
