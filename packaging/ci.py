@@ -103,7 +103,7 @@ RAY = (
     *HELP,
 )
 CLIENTS = ("src", "CMakeLists.txt", "tests/clients", "benchmarks", *HELP)
-#: In the order in which they start: what the others need, then the longest.
+#: In the order in which they start: what the others need, then the longest, so that two end at about the same time.
 PARTS = (
     make("environment"),
     Part("tools", (".ci/tools",)),
@@ -117,13 +117,14 @@ PARTS = (
         needs=("tools", *BUILT),
         sees=("src", "CMakeLists.txt", "benchmarks"),
     ),
+    make("peers", ".venv-bench/.engram", needs=BUILT),
+    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=CLIENTS),
     make("oldest", needs=BUILT, sees=("src", "CMakeLists.txt", "tests/versions", "constraints-oldest.txt")),
     make("newest", needs=BUILT, sees=("src", "CMakeLists.txt", "tests/versions", "constraints-newest.txt")),
     make("static", needs=BUILT),
-    make("peers", ".venv-bench/.engram", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "CMakeLists.txt", "packaging", "examples", "benchmarks", "*.md")),
-    make("interop", "interop", "PYTEST=-m 'not theirs'", needs=PEERS, sees=CLIENTS),
-    make("tests", "test-tiers", needs=BUILT, alone=True),
+    # One more worker than cores: a sixth of the time of tests goes into waiting, for processes and for limits of time.
+    make("tests", "test-tiers", f"WORKERS={BESIDE + 1}", needs=BUILT, alone=True),
     make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=CLIENTS, alone=True, of_releases=True),
 )
 
