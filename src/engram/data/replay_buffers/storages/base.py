@@ -649,7 +649,7 @@ def as_storage(storage: Any) -> Storage:
             f"{type(storage).__name__}; TensorStorage(data) stores in tensors that exist, ListStorage(n) takes any "
             "objects"
         )
-    _check_signatures(type(storage))
+    _check_signatures(type(storage))  # type: ignore[arg-type]  # of a class mypy sees the hash of its objects
     if type(storage.access.table.rows) is UsersRows and not isinstance(lanes := storage.lanes, Lanes):
         raise TypeError(
             f"{type(storage).__name__}.lanes is {lanes!r:.80}: a storage has lanes before its first write, too, which "
@@ -658,6 +658,7 @@ def as_storage(storage: Any) -> Storage:
     return storage
 
 
+@functools.lru_cache(maxsize=256)  # the signatures of a class take as long as all else of a buffer
 def _check_signatures(cls: type[Storage]) -> None:
     for name in ("check", "append", "overwrite", "read"):
         method = inspect.signature(getattr(cls, name)).parameters
