@@ -276,11 +276,14 @@ CALLS = [
 ]
 
 
-def assert_same(parent: Parts, child: Parts, folder: Path, calls: Iterable[str] = tuple(CALLS)) -> None:
-    """Both give the same at every call of a program."""
-    traces = [Program(parts, folder).run(calls) for parts in (parent, child)]
-    for number, (mine, its) in enumerate(zip(*traces, strict=True)):
-        assert mine == its, f"call {number}, {mine[0]}: of the parent and of the child: {difference(mine[1], its[1])}"
+def assert_same(parent: Parts, *children: Parts, folder: Path, calls: Iterable[str] = tuple(CALLS)) -> None:
+    """Each child gives the same as its parent at every call of a program."""
+    given = Program(parent, folder).run(calls)
+    for k, child in enumerate(children):
+        for number, (mine, its) in enumerate(zip(given, Program(child, folder).run(calls), strict=True)):
+            assert mine == its, (
+                f"child {k}, call {number}, {mine[0]}: of the parent and of the child: {difference(mine[1], its[1])}"
+            )
 
 
 def _plain(text: str) -> str:

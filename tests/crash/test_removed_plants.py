@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from contracts.programs import run_program
 from crash import tracer
 
 pytestmark = [
@@ -30,9 +29,9 @@ PLANTS = {
 @pytest.mark.parametrize("plant", PLANTS)
 def test_tests_of_power_cuts_fail_without_a_protection(plant: int) -> None:
     tests = Path(__file__).parent / "test_removed_cuts.py"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--show-capture=no", str(tests)],
-        env=os.environ | {"ENGRAM_PLANTED_MISTAKE": str(plant)}, cwd=tests.parents[2],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    run = run_program(
+        "import sys, pytest; sys.exit(pytest.main(sys.argv[1:]))",
+        *("-q", "-x", "-p", "no:cacheprovider", "--show-capture=no", "--rootdir", tests.parents[2], tests),
+        env=os.environ | {"ENGRAM_PLANTED_MISTAKE": str(plant)},
+    )
     assert run.returncode == 1 and "1 failed" in run.stdout, f"{PLANTS[plant]}: {run.stdout[-2000:]}"

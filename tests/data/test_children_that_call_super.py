@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,6 +193,23 @@ def forms_in_turns(kinds: dict[str, Kind], name: str, each_with: int) -> list[tu
     ]
 
 
+#: Children that are compared with one run of their parent.
+TOGETHER = 3
+
+
+def few_together(forms: Sequence[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """Numbered forms, a few at a time, with the number of the first."""
+    for first in range(0, len(forms), TOGETHER):
+        few = forms[first : first + TOGETHER]
+        yield few[0][0], [form for _, form in few]
+
+
+def check(kind: type, forms: Iterable[str], parts: Callable[[Any], Parts], folder: Path) -> None:
+    """A class and its children of these forms are the same in a buffer of these parts."""
+    made = forms_of(kind)
+    assert_same(parts(kind), *(parts(made[form](kind)) for form in forms), folder=folder)
+
+
 def turns(few: int, kinds: dict[str, Kind]) -> Any:
     """For `each_with`: in CI a method is overridden in few kinds, at night in all."""
     return pytest.mark.parametrize("each_with", in_ci([few, len(kinds)], [few]))
@@ -217,22 +235,27 @@ def test_every_public_class_has_children():
 PARTLY = ["get", "set", "read", "append", "overwrite", "column", "all", "the other way round"]
 
 
-def check_storage(name: str, form: str, number: int, folder: Path) -> None:
+#: Children of a storage whose `set` writes: a writer that keeps the best refuses them.
+WRITING = ("set", "one after the other", "the other way round")
+
+
+def check_storage(name: str, forms: Iterable[str], number: int, folder: Path) -> None:
     kind, make, envs = STORAGES[name]
-    # A writer that keeps the best is refused where a `set` of a child writes.
-    replaces = name in PLAIN and form not in ("set", "one after the other", "the other way round")
-    classes = kind, forms_of(kind)[form](kind)
-    assert_same(
-        *(parts_of(number, replaces=replaces, storage=functools.partial(make, cls), envs=envs) for cls in classes),
-        folder,
-    )
+    for replaces, some in itertools.groupby(forms, lambda form: name in PLAIN and form not in WRITING):
+        check(
+            kind,
+            some,
+            lambda cls, replaces=replaces: parts_of(
+                number, replaces=replaces, storage=functools.partial(make, cls), envs=envs
+            ),
+            folder,
+        )
 
 
 @pytest.mark.parametrize("name", in_quick(STORAGES, ["memory", "lanes", "file, compact", "list"]))
 def test_child_of_a_storage_behaves_as_its_parent(name, ram_path):
     place = list(STORAGES).index(name)
-    for number, form in enumerate((("get", "all"), ("set", "one after the other"))[place % 2]):
-        check_storage(name, form, number + 2 * place, ram_path)
+    check_storage(name, (("get", "all"), ("set", "one after the other"))[place % 2], 2 * place, ram_path)
 
 
 #: Of each implementation one.
@@ -244,8 +267,8 @@ DIFFERENT = {name: STORAGES[name] for name in ("memory", "environments", "file, 
 @pytest.mark.parametrize("name", in_ci(STORAGES, DIFFERENT))
 def test_child_with_any_method_of_a_storage_behaves_as_its_parent(name, each_with, ram_path):
     kinds = DIFFERENT if name in DIFFERENT else {name: STORAGES[name]}
-    for number, form in forms_in_turns(kinds, name, each_with):
-        check_storage(name, form, number + 5 * list(STORAGES).index(name), ram_path)
+    for number, forms in few_together(forms_in_turns(kinds, name, each_with)):
+        check_storage(name, forms, number + 5 * list(STORAGES).index(name), ram_path)
 
 
 @pytest.mark.deep
@@ -253,75 +276,67 @@ def test_child_with_any_method_of_a_storage_behaves_as_its_parent(name, each_wit
 @pytest.mark.parametrize("form", PARTLY)
 def test_child_of_a_storage_behaves_as_its_parent_with_all_parts(form, step, ram_path):
     for number in range(PARTLY.index(form) % step, len(SETTINGS), step):
-        check_storage(list(STORAGES)[number % len(STORAGES)], form, number, ram_path)
+        check_storage(list(STORAGES)[number % len(STORAGES)], [form], number, ram_path)
 
 
 # ---- samplers, writers, buffers ----
-def check_sampler(name: str, form: str, number: int, folder: Path) -> None:
+def check_sampler(name: str, forms: Iterable[str], number: int, folder: Path) -> None:
     kind, make, _ = SAMPLERS[name]
-    classes = kind, forms_of(kind)[form](kind)
     storage = on(number)
-    assert_same(
-        *(parts_of(number, replaces=False, sampler=functools.partial(make, cls), **storage) for cls in classes), folder
-    )
+    parts = lambda cls: parts_of(number, replaces=False, sampler=functools.partial(make, cls), **storage)  # noqa: E731
+    check(kind, forms, parts, folder)
 
 
 @pytest.mark.parametrize("name", in_quick(SAMPLERS, QUICK_SAMPLERS))
 def test_child_of_a_sampler_behaves_as_its_parent(name, ram_path):
-    for number, form in enumerate(("sample", "all")):
-        check_sampler(name, form, number + 2 * list(SAMPLERS).index(name), ram_path)
+    check_sampler(name, ["sample", "all"], 2 * list(SAMPLERS).index(name), ram_path)
 
 
 @pytest.mark.deep
 @turns(1, SAMPLERS)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_child_with_any_method_of_a_sampler_behaves_as_its_parent(name, each_with, ram_path):
-    for number, form in forms_in_turns(SAMPLERS, name, each_with):
-        check_sampler(name, form, number, ram_path)
+    for number, forms in few_together(forms_in_turns(SAMPLERS, name, each_with)):
+        check_sampler(name, forms, number, ram_path)
 
 
-def check_writer(name: str, form: str, number: int, folder: Path) -> None:
+def check_writer(name: str, forms: Iterable[str], number: int, folder: Path) -> None:
     kind, make, _ = WRITERS[name]
-    classes = kind, forms_of(kind)[form](kind)
     storage = on(number, plain=name == "best")
-    assert_same(*(parts_of(number, writer=functools.partial(make, cls), **storage) for cls in classes), folder)
+    check(kind, forms, lambda cls: parts_of(number, writer=functools.partial(make, cls), **storage), folder)
 
 
 @pytest.mark.parametrize("name", in_quick(WRITERS, ["round robin"]))
 def test_child_of_a_writer_behaves_as_its_parent(name, ram_path):
-    for number, form in enumerate(("write", "extend", "all")):
-        check_writer(name, form, number + 3 * list(WRITERS).index(name), ram_path)
+    check_writer(name, ["write", "extend", "all"], 3 * list(WRITERS).index(name), ram_path)
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", WRITERS)
 def test_child_with_any_method_of_a_writer_behaves_as_its_parent(name, ram_path):
-    for number, form in enumerate(forms_of(WRITERS[name].kind)):
-        check_writer(name, form, number, ram_path)
+    for number, forms in few_together([*enumerate(forms_of(WRITERS[name].kind))]):
+        check_writer(name, forms, number, ram_path)
 
 
-def check_buffer(name: str, form: str, number: int, folder: Path) -> None:
+def check_buffer(name: str, forms: Iterable[str], number: int, folder: Path) -> None:
     kind, make, _ = BUFFERS_WITH_SAMPLERS[name]
-    classes = kind, forms_of(kind)[form](kind)
     storage = on(number)
-    assert_same(
-        *(parts_of(number, replaces=False, buffer=functools.partial(make, cls), **storage) for cls in classes), folder
-    )
+    parts = lambda cls: parts_of(number, replaces=False, buffer=functools.partial(make, cls), **storage)  # noqa: E731
+    check(kind, forms, parts, folder)
 
 
 @pytest.mark.parametrize("name", in_quick(BUFFERS_WITH_SAMPLERS, ["plain", "priorities, TensorDicts"]))
 def test_child_of_a_buffer_behaves_as_its_parent(name, ram_path):
     place = list(BUFFERS_WITH_SAMPLERS).index(name)
-    for number, form in enumerate((("extend", "sample"), ("add", "all"))[place % 2]):
-        check_buffer(name, form, number + 2 * place, ram_path)
+    check_buffer(name, (("extend", "sample"), ("add", "all"))[place % 2], 2 * place, ram_path)
 
 
 @pytest.mark.deep
 @turns(1, BUFFERS_WITH_SAMPLERS)
 @pytest.mark.parametrize("name", BUFFERS_WITH_SAMPLERS)
 def test_child_with_any_method_of_a_buffer_behaves_as_its_parent(name, each_with, ram_path):
-    for number, form in forms_in_turns(BUFFERS_WITH_SAMPLERS, name, each_with):
-        check_buffer(name, form, number, ram_path)
+    for number, forms in few_together(forms_in_turns(BUFFERS_WITH_SAMPLERS, name, each_with)):
+        check_buffer(name, forms, number, ram_path)
 
 
 # ---- transforms ----
@@ -330,12 +345,13 @@ def test_child_with_any_method_of_a_buffer_behaves_as_its_parent(name, each_with
 )
 def test_child_of_a_transform_behaves_as_its_parent(name, ram_path):
     kind = getattr(transforms, name)
-    for k, form in enumerate(("forward", "inv", "_inv_call")):
-        number = k + 3 * list(TRANSFORMS).index(name)
-        classes = kind, child_of(kind, [form])
-        made = [functools.partial(TRANSFORMS[name], cls) for cls in classes]
-        storage = on(number)
-        assert_same(*(parts_of(number, replaces=False, transform=one, **storage) for one in made), ram_path, FEW_CALLS)
+    number = 3 * list(TRANSFORMS).index(name)
+    classes = kind, *(child_of(kind, [form]) for form in ("forward", "inv", "_inv_call"))
+    parts = [
+        parts_of(number, replaces=False, transform=functools.partial(TRANSFORMS[name], cls), **on(number))
+        for cls in classes
+    ]
+    assert_same(*parts, folder=ram_path, calls=FEW_CALLS)
 
 
 # ---- ensembles ----

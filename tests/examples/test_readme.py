@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from contracts.programs import Program, finished
 from engram.data import LazyTensorStorage, TensorDictReplayBuffer
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +20,9 @@ def example(heading: str) -> str:
 
 
 def run(code: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    file = folder / "example.py"
+    file.write_text(code)
+    done = finished(Program(file, cwd=folder))
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from contracts.ted_rings import ted_steps
 from contracts.tiers import in_ci
@@ -44,6 +47,19 @@ CAPACITY = 60
 
 def folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="engram-alloc-"))
+
+
+#: What each of a case's many worlds begins with is made once in its child.
+once = functools.cache
+
+
+@once
+def _rows(n: int, salt: int) -> TensorDict:
+    return ted_steps(n, salt=[salt], length=6.0)
+
+
+def rows_of(n: int, salt: int) -> TensorDict:
+    return _rows(n, salt).clone()
 
 
 STORAGES: dict[str, Callable[[], Any]] = {
@@ -90,7 +106,7 @@ def seen(rb: Any) -> Callable[[], dict[str, Any]]:
 def buffer(storage: str = "memory", sampler: str = "random", rows: int = 80, **parts: Any) -> Any:
     rb = TensorDictReplayBuffer(storage=STORAGES[storage](), sampler=SAMPLERS[sampler](), batch_size=6, **parts)
     for start in range(0, rows, 40):
-        rb.extend(ted_steps(40, salt=[start], length=6.0))
+        rb.extend(rows_of(40, start))
     return rb
 
 
@@ -100,7 +116,7 @@ def batch_of(result: Any) -> bytes:
 
 def first_extend(storage: str) -> World:
     rb = TensorDictReplayBuffer(storage=STORAGES[storage](), batch_size=6)
-    rows = ted_steps(25, salt=[7], length=6.0)
+    rows = rows_of(25, 7)
 
     def found() -> dict[str, Any]:
         return {"length": len(rb), "rows": _flat(rb[:]) if len(rb) else b""}
@@ -110,13 +126,13 @@ def first_extend(storage: str) -> World:
 
 def extend(storage: str) -> World:
     rb = buffer(storage)
-    rows = ted_steps(25, salt=[7], length=6.0)
+    rows = rows_of(25, 7)
     return World(lambda: rb.extend(rows), seen(rb), batch_of)
 
 
 def add(storage: str) -> World:
     rb = buffer(storage)
-    row = ted_steps(1, salt=[7], length=6.0)[0]
+    row = rows_of(1, 7)[0]
     return World(lambda: rb.add(row), seen(rb), batch_of)
 
 
@@ -144,7 +160,7 @@ def read_leaves(storage: str) -> World:
 def replace(storage: str) -> World:
     rb = buffer(storage)
     rb.storage.flush() if storage == "named" else None
-    rows = ted_steps(40, salt=[7], length=6.0)
+    rows = rows_of(40, 7)
     slots = torch.arange(5, 45)
     return World(lambda: rb.__setitem__(slots, rows), seen(rb))
 
@@ -153,7 +169,7 @@ def read(storage: str) -> World:
     few = storage == "list"  # each item is allocated by itself, in the same way
     rb = TensorDictReplayBuffer(storage=ListStorage(9), batch_size=6) if few else buffer(storage)
     if few:
-        rb.extend(ted_steps(12, salt=[0], length=6.0))
+        rb.extend(rows_of(12, 0))
     return World(lambda: (rb[torch.tensor([3, 8 if few else 50, 4])], rb[:], rb[-1]), seen(rb), batch_of)
 
 
@@ -168,8 +184,8 @@ def sample_again(sampler: str) -> World:
     rb.sample()
     if "prioritised" in sampler:
         rb.update_priority(torch.arange(60), torch.arange(1.0, 61.0))
-    rb.extend(ted_steps(25, salt=[8], length=6.0))
-    rb[30:40] = ted_steps(10, salt=[9], length=6.0)
+    rb.extend(rows_of(25, 8))
+    rb[30:40] = rows_of(10, 9)
     return World(rb.sample, seen(rb), batch_of)
 
 
@@ -191,8 +207,8 @@ def update(storage: str, sampler: str = "prioritised", again: bool = False) -> W
     slots, priorities = torch.arange(0, 40, 2), torch.arange(1.0, 21.0)
     if again:
         rb.update_priority(slots, priorities)
-        rb.extend(ted_steps(25, salt=[8], length=6.0))
-        rb[30:40] = ted_steps(10, salt=[9], length=6.0)
+        rb.extend(rows_of(25, 8))
+        rb[30:40] = rows_of(10, 9)
     return World(lambda: rb.update_priority(slots, priorities), seen(rb))
 
 
@@ -210,10 +226,10 @@ def best(storage: str, rows: int = 80, changed: bool = False) -> World:
     """Rows that replace others; with fewer stored ones some that are appended; with `changed` ranks that are new."""
     rb = buffer(storage, rows=0, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
     for start in range(0, rows, 10):  # fewer at a time than come later
-        rb.extend(ted_steps(10, salt=[start], length=6.0))
+        rb.extend(rows_of(10, start))
     if changed:
-        rb[10:20] = ted_steps(10, salt=[9], length=6.0)
-    more = ted_steps(25, salt=[7], length=6.0)
+        rb[10:20] = rows_of(10, 9)
+    more = rows_of(25, 7)
     more["collector", "traj_ids"] += 5
     return World(lambda: rb.extend(more), seen(rb), batch_of)
 
@@ -221,7 +237,7 @@ def best(storage: str, rows: int = 80, changed: bool = False) -> World:
 def best_of_too_many() -> World:
     rb = buffer("memory", rows=40, writer=TensorDictMaxValueWriter(rank_key=("collector", "traj_ids")))
     rb.empty()
-    rows = ted_steps(80, salt=[7], length=6.0)
+    rows = rows_of(80, 7)
     return World(lambda: rb.extend(rows), seen(rb), batch_of)
 
 
@@ -262,9 +278,13 @@ def state() -> World:
     return World(rb.state_dict, seen(rb), lambda found: batch_of(found["sampler"]))
 
 
+@once
+def saved_state(sampler: str) -> dict[str, Any]:
+    return buffer("memory", sampler, rows=40).state_dict()
+
+
 def load_state(sampler: str) -> World:
-    other, rb = buffer("memory", sampler, rows=40), buffer("memory", sampler)
-    saved = other.state_dict()
+    saved, rb = saved_state(sampler), buffer("memory", sampler)
     return World(lambda: rb.load_state_dict(saved), seen(rb))
 
 
@@ -274,9 +294,15 @@ def save(sampler: str) -> World:
     return World(lambda: rb.dumps(path / str(next(tries))), seen(rb))
 
 
-def load(storage: str, sampler: str, rows: int = 80) -> World:
+@once
+def saved_folder(storage: str, sampler: str) -> Path:
     path = folder() / "saved"
-    buffer("list" if storage == "list" else "memory", sampler, rows=40).dumps(path)
+    buffer(storage, sampler, rows=40).dumps(path)
+    return path
+
+
+def load(storage: str, sampler: str, rows: int = 80) -> World:
+    path = saved_folder("list" if storage == "list" else "memory", sampler)
     rb = buffer(storage, sampler, rows)
 
     def found() -> dict[str, Any]:
@@ -288,21 +314,29 @@ def load(storage: str, sampler: str, rows: int = 80) -> World:
 def extend_beside_a_save() -> World:
     rb = buffer()
     frozen = rb.storage.saved_form.source(background=True)
-    rows = ted_steps(25, salt=[7], length=6.0)
+    rows = rows_of(25, 7)
     found = seen(rb)
     return World(lambda: rb.extend(rows), lambda: {**found(), "left out": frozen.left_out}, batch_of)
 
 
-def opened(unclean: bool) -> World:
+@once
+def closed_store(unclean: bool) -> tuple[Path, bytes]:
+    """The folder of a store, and its rows."""
     rb = buffer("named")
-    path, before = rb.storage.scratch_dir, seen(rb)()
+    path, rows = Path(rb.storage.scratch_dir), _flat(rb[:])
     if unclean:
         rb.storage.flush()
         rb.storage.lanes.store.boot_id = b"another boot id."
         rb.storage.lanes.close()
     else:
         rb.storage.close()
-    del rb
+    return path, rows
+
+
+def opened(unclean: bool) -> World:
+    store, before = closed_store(unclean)
+    path = folder()
+    shutil.copytree(store, path, dirs_exist_ok=True)
 
     def act() -> Any:
         found = ReplayBuffer.open(path)
@@ -310,7 +344,7 @@ def opened(unclean: bool) -> World:
         found.storage.close()
         return rows
 
-    return World(act, lambda: {"rows": before["rows"]}, lambda rows: rows == before["rows"])
+    return World(act, dict, lambda rows: rows == before)
 
 
 def create() -> World:
