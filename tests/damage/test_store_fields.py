@@ -233,7 +233,12 @@ def test_fields_of_the_session_take_any_value(bases: Bases, ram_path: Path, base
 @VALUES
 @pytest.mark.parametrize("base", ["closed", "left open", "scanned", "with an interrupted change"])
 def test_fields_of_lanes_take_any_value(bases: Bases, ram_path: Path, base: str, edges: bool) -> None:
-    opened = attack(ram_path, changed(one(bases, base), StoreImage.lane_fields, edges))
+    def fields(image: StoreImage) -> list[Place]:
+        every = image.lane_fields()
+        lane = list(bases).index(base) % LANES  # the lanes take turns in CI
+        return every[lane * len(every) // LANES : (lane + 1) * len(every) // LANES] if edges else every
+
+    opened = attack(ram_path, changed(one(bases, base), fields, edges))
     assert not [name for name in opened if ".version " in name]
 
 

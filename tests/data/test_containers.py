@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -86,6 +86,7 @@ class Watched:
 @each("buffer", [ReplayBuffer, TensorDictReplayBuffer])
 @each("storage", STORAGES)
 @each("begun", FORMS)
+@settings(max_examples=25)  # for each of 42 cases
 @given(st.lists(st.tuples(st.sampled_from(sorted(WRITTEN)), st.sampled_from(["add", "extend", "list"])), max_size=4))
 def test_any_container_is_written_by_one_native_call_whichever_came_first(
     buffer: type[ReplayBuffer], storage: str, begun: str, writes: list[tuple[str, str]]

@@ -231,14 +231,14 @@ def _run(kind, storage, program):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(program=st.lists(STEPS, min_size=3, max_size=14))
 def test_what_can_be_drawn_is_what_was_written_and_not_removed(storage, program):
     _run(Programs, storage, [("extend", 4), *program])
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(program=st.lists(STEPS, min_size=3, max_size=14))
 def test_beside_a_writer_that_keeps_the_best_removed_rows_go_first(storage, program):
     _run(BestPrograms, storage, [("extend", CAPACITY), *program])
@@ -247,7 +247,7 @@ def test_beside_a_writer_that_keeps_the_best_removed_rows_go_first(storage, prog
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", [Programs, BestPrograms])
 @pytest.mark.parametrize("storage", STORAGES)
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(program=st.lists(STEPS, min_size=10, max_size=40))
 def test_long_programs_do_the_same(storage, kind, program):
     _run(kind, storage, [("extend", 4), *program])

@@ -96,7 +96,7 @@ def run(rb: ReplayBuffer, kills: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("kills", [60, pytest.param(7000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [40, pytest.param(7000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_writers_that_are_killed_at_any_instruction_tear_and_mix_nothing(kind, kills, tmp_path):
     rb = ReplayBuffer(storage=KINDS[kind](tmp_path, 16 * 256))

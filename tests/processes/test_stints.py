@@ -83,7 +83,7 @@ def test_writers_that_follow_each_other_keep_forty_thousand_rows(make):
     assert sorted(numbers(rb[:])) == [0, *(100_000 * k + i for k in range(1, 5) for i in range(10_000))]
 
 
-@pytest.mark.parametrize("many", [60, pytest.param(20_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("many", [30, pytest.param(20_000, marks=pytest.mark.long)])
 def test_each_of_many_processes_leaves_its_ten_rows(many, make):
     size = 5 * many  # half of what they write
     rb = make(size, 8)

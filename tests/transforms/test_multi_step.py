@@ -812,7 +812,7 @@ def test_a_run_after_whole_batches_of_another_is_cut_at_its_first_step(n_steps, 
     assert reached(rb) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data(), n_steps=st.integers(2, 5), envs=st.integers(1, 2))
 def test_random_runs_are_cut_where_they_meet_and_a_loaded_buffer_goes_on_alike(data, n_steps, envs):
     """The first run comes in one batch, and the others in any pieces; each has two steps of one episode."""

@@ -100,7 +100,7 @@ def round_trip(path, state):
         return opened.components["state"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(state=states)
 def test_any_state_comes_back_exactly(ram_path, state):
     assert_same(round_trip(ram_path, state), state)

@@ -160,7 +160,7 @@ def descriptor(kind: str, path: Path) -> Iterator[int]:
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("kills", [50, pytest.param(1750, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [35, pytest.param(1750, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("size", "kind"), in_turns([(16, 256), (5, 40)], ["memory", "file"]))
 def test_writers_that_are_killed_inside_an_append_tear_and_mix_nothing(
     kind: str, size: tuple[int, int], kills: int, tmp_path: Path
