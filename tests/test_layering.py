@@ -11,6 +11,8 @@ import engram
 import walls
 from contracts.each import each
 
+pytestmark = pytest.mark.deep  # as what else is said of all sources
+
 ROOT = Path(engram.__file__).parent
 BUFFERS = "engram.data.replay_buffers"
 # From the top to the bottom: who stands on a line may import from its own line and from those below. A name stands for

@@ -24,6 +24,7 @@ import atexit; atexit.register(print, 'before')""",
 }
 
 
+@pytest.mark.deep
 @each("end", ENDS)
 def test_a_program_ends_as_one_that_python_starts(end, tmp_path):
     file = tmp_path / "program.py"

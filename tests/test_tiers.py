@@ -197,6 +197,7 @@ def test_of_the_longest_tests_none_is_named_twice():
     assert len(names) == len(set(names)) and all((TESTS / name.split("::")[0]).exists() for name in names)
 
 
+@pytest.mark.deep
 def test_seconds_of_modules_are_written_by_their_tiers_with_workers_and_without(pytest_on, tmp_path):
     burn = "import time\ndef burn():\n    end = time.process_time() + 0.2\n    while time.process_time() < end: pass\n"
     files = {

@@ -141,7 +141,7 @@ def test_no_observer_draws_removed_rows(place, sampler, tmp_path):
 
 
 @each("sampler", [s for s in EVEN if "Prioritized" not in s])  # which several workers can share
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.deep)])
 def test_no_worker_of_a_data_loader_draws_removed_rows(workers, sampler):
     rb = filled(LazyTensorStorage(CAPACITY, shared=True), sampler=SAMPLERS[sampler]())
     dataset = rb.as_iterable_dataset(batches=60)

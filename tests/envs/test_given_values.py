@@ -209,6 +209,7 @@ def test_a_reward_beyond_float32_after_float32_rewards_is_refused_behind_them():
         collector.rollout()
 
 
+@pytest.mark.deep
 @each("name", ["observation", "reward", "terminated"])
 @each("kind", [GymEnv, lambda env: Proxy(GymEnv(env))])
 def test_a_worker_of_a_parallel_env_refuses_them_too(name, kind):

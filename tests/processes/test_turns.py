@@ -16,6 +16,7 @@ from tensordict import TensorDict
 
 from contracts.children import Child, Signal
 from contracts.kills import killed_at, lines_of
+from contracts.tiers import in_quick
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -197,7 +198,7 @@ def interleave(storage, buffer, writers=3, extends=60):
         assert data["index"].tolist() == list(range(capacity))
 
 
-@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("buffer", in_quick(BUFFERS, ["rows with their index"]))
 def test_extends_of_three_processes_are_whole_and_no_slice_has_rows_of_two(storage, buffer):
     interleave(storage, BUFFERS[buffer])
 
