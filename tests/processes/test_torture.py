@@ -45,7 +45,7 @@ def check(said: dict[str, Any]) -> None:
 
 
 def test_samplers_find_nothing_wrong_beside_writers_that_are_killed_and_stopped() -> None:
-    said = torture("--seconds", "3", "--kills", "--kinds", ALL, "--at-least", "kills=4,rows=10001,batches=61")
+    said = torture("--seconds", "5", "--kills", "--kinds", ALL, "--at-least", "kills=4,rows=10001,batches=61")
     check(said)
     assert said["kills"] > 3 and said["rows"] > 10_000 and said["batches"] > 60
 
@@ -61,7 +61,7 @@ def test_samplers_find_nothing_wrong_for_a_minute(memory: str) -> None:
 @pytest.mark.deep
 def test_samplers_find_nothing_wrong_in_a_small_ring_of_shared_memory() -> None:
     least = ["--at-least", "kills=3,batches=61"]
-    said = torture("--seconds", "2.5", "--kills", "--kinds", ALL, "--memory", "shared", "--capacity", "2000", *least)
+    said = torture("--seconds", "4", "--kills", "--kinds", ALL, "--memory", "shared", "--capacity", "2000", *least)
     # A batch by priority is drawn again and again there, as writers go round the ring while it is read: in own time.
     check(said | {"longest_sample_cpu_ms": 0})
     assert said["kills"] > 2 and said["batches"] > 60
