@@ -13,13 +13,12 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.errors import StorageError
-from engram.pytree import to_tensor
 from engram.store.compact import NO_REPLACING
 from engram.store.lanes import Lanes
 from engram.store.layout import StoredLayout
 from engram.store.observation_shares import ObservationShares
 from engram.store.packed_rows import PackedRows
-from engram.store.rows import Rows, expand_slots
+from engram.store.rows import Rows
 
 
 class CompactRows(PackedRows):
@@ -79,13 +78,6 @@ class CompactRows(PackedRows):
         if self._stored_once.intersection((reward, done)):
             return None
         return super().read_n_steps(slots, discounts, reward, done)
-
-    def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        envs = self._store.envs
-        rows = to_tensor(expand_slots(slots, envs))
-        values: Tensor = self.read_leaves(rows, (path,)).batch[0]
-        lead = (len(slots), envs) if envs > 1 else (len(slots),)
-        return values.reshape(*lead, *values.shape[1:])
 
     def view(self, steps: range | None = None) -> None:
         """None: there is none of observations."""

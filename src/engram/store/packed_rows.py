@@ -13,11 +13,12 @@ from torch import Tensor
 import engram._native as _native
 from engram import pytree
 from engram.errors import StorageError
+from engram.pytree import to_tensor
 from engram.store.border import Border
 from engram.store.files import StoreSpec, refuse_if_memory_is_short
 from engram.store.indexing import from_slots
 from engram.store.lanes import Lanes
-from engram.store.layout import SEQUENCE, LeafSpec, RowLayout, StoredLayout
+from engram.store.layout import SEQUENCE, RowLayout, StoredLayout
 from engram.store.rows import READ_ONLY, JoinedRows, LayoutRows, Rows, expand_slots
 from engram.store.steps import Form, Steps
 
@@ -373,26 +374,9 @@ class PackedRows(LayoutRows):
             raise KeyError(f"the stored steps have no {pytree.format_key(path)}") from None
 
     def column(self, path: pytree.KeyPath, slots: Tensor) -> Tensor:
-        if self._store.read_only:
-            return self._read_only_column(next(x for x in self.layout.leaves if x.path == path), slots)
-        # A view whose gaps are the rest of the rows.
-        leaves = pytree.flatten(self.layout.root, self._merged_view(self._all_steps))
-        at = next(i for i, leaf in enumerate(self.layout.leaves) if leaf.path == path)
-        leaf: Tensor = leaves[at][slots]
-        return leaf
-
-    def _read_only_column(self, leaf: LeafSpec, slots: Tensor) -> Tensor:
-        """The same from memory of which torch has no views."""
-        s = self._store
-        shape, strides = (
-            (s.lanes * s.lane_capacity, s.envs, leaf.nbytes),
-            (s.row_stride, s.lane_capacity * s.row_stride, 1),
-        )
-        start = s.memory()[s.rows_offset + self.stored.offset(leaf) :]
-        rows = np.lib.stride_tricks.as_strided(start, shape, strides, writeable=False)
-        values = torch.from_numpy(rows[slots.numpy()])
-        lead = (len(slots), s.envs) if s.envs > 1 else (len(slots),)
-        return values.view(leaf.dtype).reshape(*lead, *leaf.shape)
+        envs = self._store.envs
+        values: Tensor = self.read_leaves(to_tensor(expand_slots(slots, envs)), (path,)).batch[0]
+        return values.reshape(len(slots), envs, *values.shape[1:]) if envs > 1 else values
 
     @property
     def _all_steps(self) -> range:
