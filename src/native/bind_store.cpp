@@ -66,10 +66,13 @@ class Replacement {
       throw nb::value_error("one row for each slot");
     for (int64_t slot : slots_)
       if (static_cast<uint64_t>(slot) >= store.slots()) refuse_slots(store);
-    std::vector<LeafSource> leaves = plan.leaves;
-    if (plan.own) give_index(leaves[*plan.own], plan);
-    for (const LeafSource& leaf : leaves) {
+    for (size_t k = 0; k < plan.leaves.size(); ++k) {
+      const LeafSource& leaf = plan.leaves[k];
       if (!store.has_leaf(leaf.offset, leaf.bytes)) throw nb::value_error("a leaf lies outside the row");
+      if (k == plan.own) {
+        give_index(leaf, plan.own_dims);
+        continue;
+      }
       const bool is_observed = leaf.bytes > 0 && store.observations() && store.observations()->leaf(leaf.offset, leaf.bytes);
       (is_observed ? observed_ : leaves_).push_back(leaf);
     }
@@ -84,13 +87,13 @@ class Replacement {
     if (store.grows() && !slots_.empty())
       store.make_room(static_cast<uint64_t>(*std::max_element(slots_.begin(), slots_.end())) + 1);
     sequences_.reserve(s.lanes);
-    writer_.prepare(slots_.data(), slots_.size(), leaves_.size());
+    writer_.prepare(slots_.data(), slots_.size(), leaves_.size() + index_.size());
   }
   Replacement(const Replacement&) = delete;
   // Every slot must hold a row by now.
   void write() {
     if (differing_leaf()) throw nb::value_error("observations that are stored once are shared by several rows, and stay as they are");
-    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr, replaces_);
+    writer_.write(slots_.data(), slots_.size(), leaves_, chosen_ ? rows_.data() : nullptr, replaces_, index_);
   }
   // The offset of an observation that is another one in the rows that are given than in those that are stored: frames are shared with
   // other rows, and cannot change.
@@ -112,15 +115,15 @@ class Replacement {
   }
 
  private:
-  // Rows store the index of the slots that they take.
-  void give_index(LeafSource& leaf, const Plan& plan) {
-    const IndexNumbers numbers(store_, leaf.bytes, plan.own_dims);
-    own_index_.resize(plan.steps * numbers.each());
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      const auto slot = static_cast<uint64_t>(slots_[i]), row = chosen_ ? static_cast<uint64_t>(rows_[i]) : i;
-      numbers.put(slot / store_.geometry().envs, slot % store_.geometry().envs, own_index_.data() + row * numbers.each());
-    }
+  // Rows store the index of the slots that they take, of which one row may take several.
+  void give_index(LeafSource leaf, size_t dims) {
+    const IndexNumbers numbers(store_, leaf.bytes, dims);
+    const size_t envs = store_.geometry().envs;
+    own_index_.resize(slots_.size() * numbers.each());
+    for (size_t i = 0; i < slots_.size(); ++i)
+      numbers.put(static_cast<uint64_t>(slots_[i]) / envs, static_cast<uint64_t>(slots_[i]) % envs, own_index_.data() + i * numbers.each());
     leaf.array = reinterpret_cast<const uint8_t*>(own_index_.data()), leaf.stride = static_cast<ptrdiff_t>(leaf.bytes);
+    index_.push_back(leaf);
   }
   void find_rows() {
     store_.must_be_writable();
@@ -143,6 +146,7 @@ class Replacement {
   InPlaceWriter writer_;
   std::vector<LeafSource> leaves_;    // that lie in the row
   std::vector<LeafSource> observed_;  // that lie beside it
+  std::vector<LeafSource> index_;     // that of the rows' own index, if it has to be given
 };
 
 static void overwrite(Store& store, nb::handle slots, const Plan& plan, nb::handle rows) {

@@ -19,16 +19,17 @@ class InPlaceWriter {
   // the caller).
   // A power cut during the edit of a flushed row must not tear it, which would split the lane's block of whole rows. Such
   // edits sync twice: the redo area, then the rows.
-  // `replaces`: they are other rows, and no changes of those that are there, which may have been removed.
+  // `replaces`: they are other rows, and no changes of those that are there, which may have been removed. `of_slots`: leaves that
+  // have something for each slot, whichever row that takes.
   void write(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, const int64_t* rows = nullptr,
-             bool replaces = false) {
-    prepare(slots, n, leaves.size());
+             bool replaces = false, const std::vector<LeafSource>& of_slots = {}) {
+    prepare(slots, n, leaves.size() + of_slots.size());
     const StoreGeometry& s = store_.geometry();
     const bool redo = s.redo_bytes > 0;
     const size_t batch = batch_rows();
     for (size_t done = 0; done < n; done += batch) {
       const size_t take = std::min(batch, n - done);
-      stage(slots + done, take, leaves, done, rows);
+      stage(slots + done, take, leaves, done, rows, of_slots);
       bool applied = true;
       Lanes::Protocol::edit(store_.header()->edits, [&] {
         std::vector<int64_t> removed;
@@ -176,7 +177,7 @@ class InPlaceWriter {
   }
   // Builds the new rows with their trailers.
   void stage(const int64_t* slots, size_t n, const std::vector<LeafSource>& leaves, size_t skip,
-             const int64_t* chosen) {
+             const int64_t* chosen, const std::vector<LeafSource>& of_slots) {
     const StoreGeometry& s = store_.geometry();
     staged_.resize(n * s.row_stride), physical_.resize(n);
     std::vector<uint8_t*>& rows = rows_;
@@ -193,6 +194,7 @@ class InPlaceWriter {
       std::memcpy(rows[i], store_.row(physical_[i]), s.row_stride);
     if (!chosen) scatter(rows.data(), n, leaves, skip);
     for (size_t i = 0; chosen && i < n; ++i) scatter(&rows[i], 1, leaves, static_cast<size_t>(chosen[skip + i]));
+    if (!of_slots.empty()) scatter(rows.data(), n, of_slots, skip);
     if (!store_.has_trailer()) return;
     for (size_t i = 0; i < n; ++i) {
       const Trailer old = *store_.trailer(store_.row(physical_[i]));

@@ -105,6 +105,17 @@ def test_steps_that_replace_others_store_the_index_of_these(make: Callable[[], S
     assert rows["index"].tolist() == [3, 7] and rows["x"].tolist() == [50.0, 51.0]
 
 
+@each("make", [of_memory(), of_columns, lambda: ListStorage(12)])
+def test_a_step_that_replaces_several_others_stores_the_index_of_each(make: Callable[[], Storage]) -> None:
+    storage = make()
+    rb = TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter(rank_key="x"))
+    rb.extend(numbers(*map(float, range(1, 13))))
+    checked = storage.check(numbers(50.0, 51.0), False, 0, "index")
+    storage.replace(checked, torch.tensor([1, 0, 1]), torch.tensor([7, 3, 0]))
+    rows = rows_at(storage, torch.tensor([0, 3, 7]))
+    assert rows["index"].tolist() == [0, 3, 7] and rows["x"].tolist() == [51.0, 50.0, 51.0]
+
+
 def test_an_index_of_other_environments_is_refused() -> None:
     layout = RowLayout.of({"x": torch.zeros(3), "index": torch.zeros(3, 2, dtype=torch.int64)}, 1)
     s, checked = store(layout.payload_bytes, 12), layout.codec.check({"x": torch.zeros(3)}, 1, 0, ("index", None))
