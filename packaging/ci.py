@@ -123,8 +123,7 @@ PARTS = (
     make("newest", needs=BUILT, sees=("src", "CMakeLists.txt", "tests/versions", "constraints-newest.txt")),
     make("static", needs=BUILT),
     make("docs", sees=("docs", "mkdocs.yml", "src", "CMakeLists.txt", "packaging", "examples", "benchmarks", "*.md")),
-    # One more worker than cores: a sixth of the time of tests goes into waiting, for processes and for limits of time.
-    make("tests", "test-tiers", f"WORKERS={BESIDE + 1}", needs=BUILT, alone=True),
+    make("tests", "test-tiers", needs=BUILT, alone=True),
     make("theirs", "interop", "PYTEST=-m theirs", needs=PEERS, sees=CLIENTS, alone=True, of_releases=True),
 )
 

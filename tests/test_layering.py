@@ -289,7 +289,7 @@ WALLS = {
     "classes of places": 13,
     "questions whether anything is written": 49,
     "questions whether rows have a layout": 76,
-    "time_dim, batch_dims, index_key below buffers": 145,
+    "time_dim, batch_dims, index_key below buffers": 144,
     "is_ours and BUILT_IN": 32,
     "unused_since_fork": 9,
 }

@@ -27,6 +27,7 @@ from engram.data import (
 from engram.data.replay_buffers.checkpointers import rows
 from engram.envs.transforms import MultiStepTransform
 from engram.store.layout import StoredLayout
+from engram.store.steps import Form
 from engram.testing import CompactContract
 
 
@@ -479,7 +480,7 @@ def test_columns_and_steps_of_collectors_are_taken_as_batches_are() -> None:
                for path in [leaf.path for leaf in table.layout.leaves]]  # fmt: skip
     columns = [np.zeros(40, np.int64) if column is None else column for column in columns]
     assert rb.storage.native.appended is not None
-    assert rb.storage.native.appended.push_columns(columns, 1, 0, "index")
+    assert rb.storage.native.appended.push_columns(columns, Form(1, 0, "index"))
     assert bool((rows_of(rb.storage, range(40, 50)) == steps[:10]).all())
     assert bool((rows_of(rb.storage, range(30)) == steps[10:]).all())
 

@@ -414,9 +414,9 @@ class SavedRows(SavedStorage):
         if background and lanes.store.saving:
             raise CheckpointError("this buffer is being saved in the background; wait for that save's result()")
         layout = self._now.layout_state()
-        assert layout is not None and rows.layout is not None
+        assert layout is not None
         return RowSnapshot(
-            lanes, layout, self._now.counters(), rows.layout, copy_on_write=background, stored=rows.stored
+            lanes, layout, self._now.counters(), rows.stored.logical, copy_on_write=background, stored=rows.stored
         )
 
     def sink(self) -> RowLoad:
