@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -329,6 +330,16 @@ def test_an_hdf5_file_without_the_observation_after_the_last_step_is_refused(unp
     with pytest.raises(CorruptCheckpointError, match=r"'obs' has \d+ values, which are not those of \d+ steps"):
         buffer.loads(saved)
     assert not len(buffer)
+
+
+def test_a_link_to_a_directory_is_no_folder_and_is_not_followed(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    with ExitStack() as stack:
+        folder = files.Folder(str(tmp_path), stack)
+        assert folder.is_folder("real") and not folder.is_folder("link") and not folder.is_folder("none")
+        with pytest.raises(CorruptCheckpointError, match="link is damaged: it is not a directory, or a link to one"):
+            folder.folder("link")
 
 
 def test_nothing_that_runs_code_is_imported_or_called():
