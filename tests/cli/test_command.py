@@ -32,6 +32,12 @@ def test_warnings_are_one_line_on_standard_error(monkeypatch, capsys):
     assert capsys.readouterr().err == "engram: warning: a row\\nis \\x1b[2J\n"
 
 
+def test_a_key_error_is_shown_as_its_text_without_quotes(capsys):
+    with pytest.raises(SystemExit), main._errors_shown():
+        raise KeyError("the rows have no 'x'")
+    assert capsys.readouterr().err == "engram: the rows have no 'x'\n"
+
+
 def test_json_has_everything_that_the_function_returns(tmp_path):
     store(tmp_path).storage.close()
     assert json.loads(call("info", tmp_path / "store", "--json").stdout) == info(tmp_path / "store").to_json()

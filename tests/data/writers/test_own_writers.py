@@ -240,3 +240,10 @@ def test_the_state_of_another_writer_or_sampler_is_refused(tmp_path):
     RandomSampler().dumps(tmp_path / "sampler")
     with pytest.raises(CheckpointMisfitError, match="RandomSampler there"):
         SliceSampler(slice_len=2, traj_key="episode").loads(tmp_path / "sampler")
+
+
+def test_the_state_of_a_writer_that_inherits_from_nothing_is_loaded_with_the_buffer():
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(10), writer=AddsAndExtendsAlone()) for _ in range(2))
+    rb.extend(steps(0, 4))
+    twin.load_state_dict(rb.state_dict())
+    assert twin.extend(steps(4, 6)).tolist() == [4, 5] and numbers(twin[:]) == list(range(6))
