@@ -231,11 +231,8 @@ class RowWriter {
  public:
   explicit RowWriter(Store& store) : store_(store) {}
 
-  // Appends n time steps to a lane, a piece at a time; returns the first one's sequence.
-  uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
-    return append(lane, n, leaves, leaves);
-  }
-  // `looked_at`: the same steps, leaf by leaf, to check whether they continue the newest row.
+  // Appends n time steps to a lane, a piece at a time; returns the first one's sequence. `looked_at`: the same steps, leaf by leaf, to
+  // check whether they continue the newest row.
   uint64_t append(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves,
                   const std::vector<LeafSource>& looked_at) {
     const uint64_t start = StdMemory::load(store_.lanes.protocol(lane).published);
