@@ -85,11 +85,14 @@ class LocalProducer:
         return 0 if self._stream is None else self._stream.rows
 
     def extend(self, block: Block, deadline: float | None = None) -> Tensor:
-        """Appends rows; returns their slots, int64 [n]. Errors as `Producer.extend`, `append_packed`, and `open`."""
+        """Appends rows; returns their slots, int64 [n]. Errors as `Producer.extend`, `append_packed`, and `open`.
+
+        The caller lets one thread at a time in: nobody else has this storage.
+        """
         self.open(deadline)
         storage, stream = self._storage, self._stream
         assert storage is not None and stream is not None
-        with storage.mutex, stream.writing():
+        with stream.writing():
             if len(block.parts) > 1:
                 return storage.append_leaves(list(block.parts))
             return storage.append_packed(block.parts[0])

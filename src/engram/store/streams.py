@@ -339,7 +339,7 @@ class AdoptedStream:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """As `StreamTable.writing`."""
+        """As `StreamTable.writing`; only one thread writes to the store."""
         self._store.write_as(self._writer)
         try:
             yield
