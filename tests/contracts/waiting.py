@@ -1,4 +1,4 @@
-"""How long a test waits for what comes at once where nothing else runs, and what a process leaves behind."""
+"""How long a test waits for what comes at once where nothing else runs, who waits, and what a process leaves behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 import select
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -34,6 +35,19 @@ def comes(what: Callable[[], object], within: float = NEVER) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def is_taken(lock: Any) -> bool:
+    """Whether another thread than this one would wait for a lock now."""
+
+    def waits() -> bool:
+        if lock.acquire(blocking=False):
+            lock.release()
+            return False
+        return True
+
+    with ThreadPoolExecutor(1) as another:
+        return another.submit(waits).result()
 
 
 def can_be_read(file: int | HasFileno, within: float | None = NEVER) -> bool:

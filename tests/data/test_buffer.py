@@ -13,6 +13,7 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, tensorclass
 
 from contracts.each import each
+from contracts.waiting import is_taken
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -693,6 +694,23 @@ def test_hooks_reach_the_checkpointer(tmp_path):
     rb.dumps(tmp_path)
     rb.loads(tmp_path)
     assert seen == ["save", "load"] and rb[:].tolist() == [0, 1, 2, 3, 4]
+
+
+@each("blocking", [True, False])
+def test_no_other_thread_writes_or_draws_while_the_state_of_a_buffer_is_saved(tmp_path, blocking):
+    taken = []
+
+    class SaysWhoWaits(RandomSampler):
+        def state_dict(self):
+            taken.append((is_taken(rb.storage.mutex), is_taken(self.lock)))
+            return {}
+
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SaysWhoWaits(), batch_size=2)
+    rb.extend(torch.arange(5))
+    handle = rb.dumps(tmp_path, blocking=blocking)
+    if not blocking:
+        handle.result()
+    assert taken and all(both == (True, True) for both in taken)
 
 
 def test_aliases_of_saving_and_loading(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import random
 import shutil
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.waiting import is_taken
 from distributed.shards import LAYOUT, Link, client, read_all, rows, shard, whole, write
 from engram.data import PrioritizedSampler, RandomSampler, SliceSampler
 from engram.distributed import ReplayShard, priority_updates, unpack
@@ -49,6 +51,29 @@ class TestWriting:
             rb.extend(rows(k, k + 1))
             rb.flush()
         assert [sorted(stored(link)) for link in ls] == [[0, 2], [1, 3]]
+
+    @each("local", [False, True])
+    def test_threads_that_write_take_turns(self, local: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        link = Link(shard(scratch_dir=tmp_path / str(local)))
+        rb = client([link], local=[local])
+        rb.extend(rows(0, 1))
+        producer, taken = rb._producer, []
+        extend = producer.extend
+        monkeypatch.setattr(producer, "extend", lambda *given: (taken.append(is_taken(rb._writing)), extend(*given))[1])
+        rb.extend(rows(1, 5))
+        rb.flush()
+        assert taken == [True] and stored(link) == list(range(5))
+
+    def test_no_other_thread_sends_what_is_held_while_one_writes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rb = client([Link(shard())])
+        rb.extend(rows(0, 1))
+        producer, sent = rb._producer, []
+        with ThreadPoolExecutor(1) as another:
+            monkeypatch.setattr(
+                producer, "_look_for_place", lambda n: sent.append(another.submit(producer.send_held).result())
+            )
+            rb.extend(rows(1, 5))
+        assert sent == [False]
 
     def test_an_index_is_that_of_its_row(self) -> None:
         ls = links()

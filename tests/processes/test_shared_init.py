@@ -312,7 +312,7 @@ class Queued:
     """A lock that says when a thread has to wait for it."""
 
     def __init__(self):
-        self._lock, self.waits = threading.Lock(), threading.Event()
+        self._lock, self.waits = threading.RLock(), threading.Event()
 
     def __enter__(self):
         if not self._lock.acquire(blocking=False):
@@ -341,6 +341,28 @@ def test_of_two_threads_that_check_the_first_rows_without_a_buffer_one_makes_the
     storage.check(steps(0), False)
     second.join(NEVER)
     assert len(layouts) == 1 and not second.is_alive()
+
+
+@pytest.mark.quick
+def test_a_thread_waits_for_another_one_that_makes_a_store_for_all_processes(monkeypatch):
+    storage, lock = LazyTensorStorage(20, shared_init=True), first_writers.UnmadeStore._lock
+    mutex = storage.access.table.place.unmade()._mutex = Queued()
+    second = threading.Thread(target=lambda: storage.check(steps(5), False), daemon=True)
+    takes = []
+
+    def slowly(store):
+        takes.append(threading.current_thread())
+        if len(takes) == 1:
+            second.start()
+            assert mutex.waits.wait(NEVER)
+            assert second not in takes
+        mutex.waits.set()
+        lock(store)
+
+    monkeypatch.setattr(first_writers.UnmadeStore, "_lock", slowly)
+    storage.check(steps(0), False)
+    second.join(NEVER)
+    assert not second.is_alive()
 
 
 @pytest.mark.quick

@@ -13,6 +13,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.waiting import is_taken
 from engram import _native
 from engram.data import (
     LazyMemmapStorage,
@@ -314,6 +315,36 @@ def test_remaining_trajectories_of_an_epoch_can_be_read():
     assert sorted(seen + left) == list(range(5)) and rb.sample()["episode"].tolist() == left[:2]
     rb.sample()
     assert sampler._sample_list.tolist() == []
+
+
+@each("make", [SamplerWithoutReplacement, partial(SliceSamplerWithoutReplacement, num_slices=1)])
+def test_no_thread_draws_while_it_is_read_what_is_left_of_an_epoch(make, monkeypatch):
+    sampler, taken = make(), []
+    monkeypatch.setattr(type(sampler.storage_state), "rest", lambda epochs: taken.append(is_taken(sampler.lock)))
+    assert sampler._sample_list is None and taken == [True]
+
+
+class SaysWhoWaits(RandomSampler):
+    """A sampler that notes whether other threads can draw while its state is read or replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.taken = []
+
+    def state_dict(self):
+        self.taken.append(is_taken(self.lock))
+        return {}
+
+    def load_state_dict(self, state):
+        self.taken.append(is_taken(self.lock))
+
+
+def test_no_thread_draws_while_a_sampler_is_saved_or_loaded_alone(tmp_path):
+    sampler = SaysWhoWaits()
+    sampler.dumps(tmp_path)
+    saved = len(sampler.taken)
+    sampler.loads(tmp_path)
+    assert 0 < saved < len(sampler.taken) and all(sampler.taken)
 
 
 def test_empty_ends_the_epoch():

@@ -8,6 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from contracts.each import each
+from contracts.waiting import is_taken
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -117,3 +118,11 @@ def test_a_get_that_waited_finds_no_rows_of_a_storage_that_was_closed():
         storage.append(storage.check(rows(50, 51), False))
 
     assert got_after(storage, close_and_write, range(2)) == [50, 51]
+
+
+@each("make", [LazyTensorStorage, LazyMemmapStorage])
+def test_no_other_thread_writes_while_one_has_the_rows_to_itself(make):
+    storage = written(make, 5)
+    with storage.access.exclusive("a test"):
+        assert is_taken(storage.mutex)
+    assert not is_taken(storage.mutex)

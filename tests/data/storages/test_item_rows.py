@@ -16,6 +16,7 @@ from tensordict import TensorDict, tensorclass
 
 from contracts.each import each
 from contracts.pairwise import in_turns
+from contracts.waiting import is_taken
 from engram import _native
 from engram.data import (
     LazyStackStorage,
@@ -27,7 +28,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.pytree import is_tensorclass
-from engram.store.items import COPIES, ROW, PackedItems
+from engram.store.items import COPIES, ROW, ItemRows, PackedItems
 from engram.store.lanes import Lanes
 
 CAPACITY = 40
@@ -465,6 +466,20 @@ def test_a_column_is_not_read_while_somebody_writes():
         assert not read.wait(0.1)
     thread.join()
     assert read.is_set()
+
+
+def test_no_thread_writes_before_the_items_of_a_batch_are_copies(monkeypatch):
+    rb = ReplayBuffer(storage=ListStorage(10), batch_size=2, collate_fn=list)
+    rb.extend([{"x": [i]} for i in range(4)])
+    copied, taken = ItemRows.own, []
+
+    def own(rows, *read):
+        taken.append(is_taken(rb.storage.mutex))
+        return copied(rows, *read)
+
+    monkeypatch.setattr(ItemRows, "own", own)
+    rb.sample()
+    assert taken == [True]
 
 
 def test_a_batch_that_was_checked_is_stored_as_it_was_then():
