@@ -16,7 +16,16 @@ from cli.support import episodes, store
 from contracts.children import Child
 from engram.cli import description, info, kinds
 from engram.cli.tables import show_info
-from engram.data import Compact, LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer, ReplayBufferEnsemble
+from engram.data import (
+    Compact,
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    ListStorage,
+    ReplayBuffer,
+    ReplayBufferEnsemble,
+    TensorDictMaxValueWriter,
+    TensorDictReplayBuffer,
+)
 from engram.data.datasets import write_hdf5, write_minari, write_parquet
 from engram.errors import CheckpointError
 from engram.store.places import LaneCount
@@ -252,7 +261,14 @@ def runs(folder, seeds=3):
     return folder / "runs"
 
 
-def test_a_folder_above_lists_the_stores_and_checkpoints_below(tmp_path):
+def test_rows_that_a_writer_replaces_out_of_turn_have_the_keys_of_other_rows(tmp_path):
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(10), writer=TensorDictMaxValueWriter(rank_key="x"))
+    rb.extend(TensorDict({"x": torch.arange(4.0)}, [4]))
+    rb.dumps(tmp_path)
+    assert [key.key for key in info(tmp_path).keys] == ["x", "index"]
+
+
+def test_a_folder_above_lists_the_stores_and_checkpoints_below(tmp_path, capsys):
     found = info(runs(tmp_path))
     assert found.kind == "folder" and found.rows is None and found.notes == ()
     assert [(one.path.removeprefix(f"{tmp_path}/runs/"), one.kind, one.rows) for one in found.below] == [
@@ -261,6 +277,10 @@ def test_a_folder_above_lists_the_stores_and_checkpoints_below(tmp_path):
         for name, kind in (("checkpoint", "checkpoint"), ("store", "store"))
     ]
     assert [one["kind"] for one in found.to_json()["below"]] == ["checkpoint", "store"] * 3
+    show_info(found)
+    assert re.findall(r"\d/(?:checkpoint|store)", capsys.readouterr().out) == [
+        os.path.relpath(one.path, found.path) for one in found.below
+    ]
 
 
 def test_one_that_is_damaged_does_not_hide_the_others(tmp_path):

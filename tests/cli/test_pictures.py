@@ -12,7 +12,7 @@ from cli.test_command import call
 from contracts.each import each
 from engram.cli import head, plot, report
 from engram.cli.pixels import image_grid, png_of
-from engram.cli.plots import series
+from engram.cli.plots import figure, series
 from engram.data import LazyMemmapStorage, LazyTensorStorage, ListStorage, ReplayBuffer
 
 
@@ -38,6 +38,8 @@ def test_a_point_of_many_values_is_their_mean_between_the_least_and_the_largest(
     assert drawn.mean.shape == (1000, 1) and drawn.mean[0, 0] == 1002 and drawn.x[0] == 2
     assert (drawn.least[0, 0], drawn.most[0, 0], drawn.most[-1, 0]) == (1000, 1004, 5999)
     assert drawn.counts.sum() == 5000 and (drawn.edges[0], drawn.edges[-1]) == (1000, 5999)
+    (band,) = figure([drawn]).axes[0].collections
+    assert band.get_paths()[0].get_extents().extents.tolist() == [2, 1000, 4997, 5999]
 
 
 def test_every_number_of_a_short_vector_is_a_line_and_a_long_one_is_its_mean():

@@ -154,6 +154,21 @@ def test_rows_that_are_overwritten_or_changed_meanwhile_are_no_damage(tmp_path, 
     assert [result.damages for result in results if not result.ok] == []
 
 
+def test_a_bar_comes_to_its_end_when_all_rows_are_compared(tmp_path, monkeypatch):
+    monkeypatch.setattr(verification, "_ROWS_AT_ONCE", 70)
+    store(tmp_path)
+    steps = []
+
+    @contextmanager
+    def bar(what, total, shown):
+        yield steps.append
+        assert sum(steps) == total == 300
+
+    monkeypatch.setattr(verification, "progress_bar", bar)
+    verify(tmp_path / "store")
+    assert len(steps) > 1
+
+
 def test_every_row_of_every_lane_is_compared_once(tmp_path, monkeypatch):
     monkeypatch.setattr(verification, "_ROWS_AT_ONCE", 7)  # many pieces, in two threads
     rb = store(tmp_path, steps=120, capacity=200, lanes=LaneCount(2))

@@ -18,6 +18,7 @@ from contracts.each import each
 from contracts.gym_loop import WORLDS, Proxy, Rule
 from contracts.gym_worlds import SPACES, Countdown, Echo
 from engram.collectors import SyncDataCollector
+from engram.collectors.rollout import is_cpu
 from engram.collectors.stats import EpisodeStats
 from engram.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, TensorDictReplayBuffer
 from engram.envs import GymEnv, SerialEnv
@@ -199,6 +200,19 @@ def test_exploration_types_decide_how_a_distribution_acts(kind, path):
     assert (len(batch["action"].unique()) > 10) == (kind == "RANDOM")
     assert kind == "RANDOM" or bool((batch["action"] == 0.5).all())
     assert batch["loc"].shape == (20, 2) and batch["action_log_prob"].shape[0] == 20
+
+
+def test_another_exploration_type_holds_from_the_next_batch_on():
+    env = GymEnv(Echo(SPACES["box"], SPACES["box"]))
+    collector = SyncDataCollector(env, gaussian(), frames_per_batch=20, exploration_type=ExplorationType.RANDOM)
+    assert len(collector.rollout()["action"].unique()) > 10
+    collector.exploration_type = ExplorationType.MODE
+    assert bool((collector.rollout()["action"] == 0.5).all())
+
+
+def test_tensors_without_a_device_and_those_on_the_cpu_are_in_main_memory():
+    devices = [None, torch.device("cpu"), torch.device("cuda"), torch.device("meta")]
+    assert [is_cpu(device) for device in devices] == [True, True, False, False]
 
 
 def test_without_resets_the_environment_decides_what_follows_an_end():

@@ -580,3 +580,38 @@ def test_next_gives_the_batches_of_a_loop_and_goes_on_from_a_state():
         collector.load_state_dict(state_dict=state)
         assert first.numel() == second.numel() == 10 and collector.frames == 10
         assert collector.next().numel() == 10
+
+
+class Calls:
+    """What a background thread does, each time until somebody wants it to pause."""
+
+    def __init__(self):
+        self.thread = background.BackgroundThread(self.collect, self.finish, self.report, "the thread of this test")
+        self.begun, self.is_inside, self.is_over = threading.Event(), False, False
+
+    def collect(self):
+        self.is_inside = True
+        self.begun.set()
+        comes(lambda: self.thread._holds or self.is_over)
+        self.is_inside = False
+        return not self.is_over
+
+    def finish(self):
+        pass
+
+    def report(self, failure):
+        pass
+
+
+def test_every_pause_begins_between_two_calls():
+    calls = Calls()
+    calls.thread.start()
+    try:
+        for _ in range(3):
+            assert calls.begun.wait(NEVER)
+            calls.begun.clear()
+            with calls.thread.held():
+                assert not calls.is_inside
+    finally:
+        calls.is_over = True
+        calls.thread.stop(NEVER)

@@ -47,6 +47,13 @@ def stacked(steps, batch_size=N):
     return stack_steps([TensorDict(dict(outputs), batch_size) for outputs in steps], len(batch_size))
 
 
+def test_a_step_that_is_left_out_after_others_were_dropped_is_zero():
+    columns = filled([outputs_of(t, ["value"]) for t in range(5)])
+    columns.drop(3)
+    columns.put(3, outputs_of(6, ["value"]))
+    assert columns.take(4)["value"].T.tolist() == [[31, 32], [41, 42], [0, 0], [61, 62]]
+
+
 @given(
     names=st.lists(st.sets(st.sampled_from(sorted(SHAPES)), min_size=1), min_size=1, max_size=9),
     batch_size=st.sampled_from([torch.Size([]), N, torch.Size([2, 3])]),

@@ -133,6 +133,17 @@ def test_keys_are_no_paths(unpacked, tmp_path, key, said):
         torchrl_buffer("x").loads(saved)
 
 
+def test_an_entry_that_does_not_say_whether_it_is_nested_is_refused(unpacked):
+    saved = unpacked("tensor-partial")
+    meta = saved / "storage" / "meta.json"
+    said = json.loads(meta.read_text())
+    key = next(key for key, entry in said.items() if isinstance(entry, dict) and "is_nested" in entry)
+    del said[key]["is_nested"]
+    meta.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=f"{key}.* does not say whether it is nested"):
+        torchrl_buffer("x").loads(saved)
+
+
 @pytest.mark.parametrize(
     "kind", ["<class 'os.system'>", "<class 'tensordict._lazy.LazyStackedTensorDict'>", "os.system", 3]
 )

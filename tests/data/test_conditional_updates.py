@@ -115,6 +115,10 @@ def test_a_patch_that_does_not_fit_is_refused_and_changes_nothing(storage):
         rb.update_if_present(
             index=index[:1], generation=generation[:1], patch={"n": index[:1]}, version_key="age", version=1
         )
+    with pytest.raises(ValueError, match="versions are numbers with an order"):
+        rb.update_if_present(
+            index=index[:1], generation=generation[:1], patch={"n": index[:1]}, version_key="version", version=1j
+        )
     assert all((rb[i] == before[i]).all() for i in range(N))
 
 

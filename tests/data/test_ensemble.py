@@ -891,6 +891,8 @@ class TestNativeBatches:
         for wrong, error in (([], ValueError), ([(None, rb.sampler)], TypeError), (members, ValueError)):
             with pytest.raises(error):
                 _native.BatchMaker(wrong)
+        with pytest.raises(ValueError, match="entries are each row's index, weight or member"):
+            _native.BatchMaker(members[:1], None, [[("a", "age")]])
 
 
 class TestTransformsOfAllMembers:

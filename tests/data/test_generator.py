@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 
 import engram
 from contracts.each import each
+from engram._copies import passing_fds
 from engram.data import (
     LazyTensorStorage,
     PrioritizedSampler,
@@ -128,6 +130,18 @@ def test_copies_and_pickles_of_a_buffer_go_on_where_it_stood(copied):
     other = copied(rb)
     assert type(other.generator) is engram.Generator
     assert drawn(other) == drawn(rb)
+
+
+@each("generator", [engram.Generator(5), torch.Generator().manual_seed(5)])
+def test_a_buffer_that_another_process_gets_has_a_generator_that_stands_where_this_one_does(generator):
+    rb = ReplayBuffer(storage=LazyTensorStorage(20, shared=True), batch_size=8, generator=generator)
+    rb.extend(torch.arange(20))
+    rb.sample()
+    with passing_fds([]) as descriptors:
+        packed = bytes(ForkingPickler.dumps(rb))
+    with passing_fds(descriptors):
+        other = pickle.loads(packed)
+    assert type(other.generator) is type(generator) and other.sample().tolist() == rb.sample().tolist()
 
 
 @each("copied", [copy.copy, copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g))])

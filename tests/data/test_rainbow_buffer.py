@@ -6,11 +6,12 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
 from clients.trainings import rainbow
-from engram.compat.cleanrl import PrioritizedReplayBuffer
+from engram.compat.cleanrl import PrioritizedReplayBuffer, ReplayBuffer
 from engram.data import Compact, LazyMemmapStorage
 from engram.testing import chi_square
 
@@ -115,6 +116,17 @@ def test_batches_have_the_fields_shapes_and_dtypes_that_the_script_reads():
     assert data.actions.dtype is torch.int64 and data.indices.dtype == np.int64 and data.indices.shape == (32,)
     for values in (data.rewards, data.dones, data.weights):
         assert values.dtype is torch.float32 and values.shape == (32, 1)
+
+
+def test_what_a_script_leaves_out_is_as_in_the_buffer_of_cleanrl():
+    sampler = small().sampler
+    assert (sampler.alpha, sampler.beta, sampler.eps) == (0.6, 0.4, 1e-6)
+
+
+def test_observations_are_stored_once_where_a_script_asks_for_that():
+    space = spaces.Box(0, 255, (4, 8, 8), np.uint8)
+    buffers = [ReplayBuffer(10, space, spaces.Discrete(2), "cpu", optimize_memory_usage=once) for once in (False, True)]
+    assert [rb.rows.buffer.storage.compact is not None for rb in buffers] == [False, True]
 
 
 def test_batches_are_put_on_the_device():

@@ -38,6 +38,12 @@ def test_a_linear_one_reaches_the_final_value_and_stays_there():
     assert values(lambda s: LinearScheduler(s, "alpha", 0.0, 2), "alpha", 3) == [0.8, 0.4, 0.0, 0.0]
 
 
+def test_the_last_step_of_a_linear_one_gives_the_final_value_itself():
+    s = sampler(beta=0.2)
+    LinearScheduler(s, "beta", 0.9, 1).step()
+    assert s.beta == 0.9 != 0.2 + (0.9 - 0.2)
+
+
 def test_steps_multiply_or_add_at_every_nth_step_within_the_bounds():
     assert values(lambda s: StepScheduler(s, "beta", 0.5, 2)) == [0.4, 0.4, 0.2, 0.2, 0.1, 0.1, 0.05]
     assert values(lambda s: StepScheduler(s, "beta", 0.1, 2, "additive", max_value=0.55)) == [

@@ -545,3 +545,5 @@ class TestSettings:
         s = ReplayShard(10)
         with pytest.raises(RuntimeError, match="adopt one first"):
             s.join(s.incarnation, "a")
+        with pytest.raises(RuntimeError, match="adopt one first"):
+            s.extend(s.incarnation, "a", 0, 0, pack(LAYOUT, rows(0, 1)))

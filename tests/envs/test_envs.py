@@ -95,6 +95,12 @@ def test_pixels_are_what_the_environment_renders():
     assert batch["pixels"].dtype is torch.uint8 and batch["pixels"].shape == (2, 4, 5, 3)
 
 
+def test_pixels_of_an_environment_that_renders_no_arrays_are_refused(monkeypatch):
+    monkeypatch.setattr(Countdown, "render_mode", "human")
+    with pytest.raises(ValueError, match="needs an environment with render_mode='rgb_array', got 'human'"):
+        GymEnv(Countdown(), from_pixels=True)
+
+
 def test_pixels_can_come_beside_the_observation():
     env = GymEnv(Countdown(), from_pixels=True, pixels_only=False)
     assert set(env.observation_spec.keys()) == {"pixels", "observation"}
@@ -216,6 +222,20 @@ class Wide(EnvBase):
 
     def _set_seed(self, seed):
         pass
+
+
+class LacksAgents(Wide):
+    """Has the observations of agents in its spec, and gives none."""
+
+    def __init__(self):
+        super().__init__()
+        agents = Composite(y=Unbounded((2, 3)), batch_size=(2,))
+        self.observation_spec = Composite(x=Unbounded((2, 1)), agents=agents, batch_size=(2,))
+
+
+def test_nested_observations_that_are_missing_are_an_error_that_names_them():
+    with pytest.raises(ValueError, match=r"gave \('agents',\).* as None, and its spec says torch.float32 \(2, 3\)"):
+        LacksAgents().reset()
 
 
 def test_check_env_specs_names_a_reward_that_its_spec_does_not_allow():

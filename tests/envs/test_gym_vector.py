@@ -513,6 +513,22 @@ def test_an_environment_that_was_never_reset_takes_a_random_state(mode):
     assert torch.equal(first.reset()["observation"], second.reset()["observation"])
 
 
+def test_a_random_state_of_fewer_environments_is_refused():
+    env = GymEnv("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    env.set_seed(3)
+    env.reset()
+    state = env.random_state()
+    state["generator"]["each"].pop()
+    with pytest.raises(ValueError, match=r"each in generator is .* it must be a list of 2"):
+        env.set_random_state(state)
+
+
+def test_closing_closes_the_environments_inside():
+    env = GymEnv("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    env.close()
+    assert env.gym_env.closed
+
+
 class Reuses(gymnasium.Env):
     """Counts up in one array, which it gives at every step; a reset gives another dtype with `first`."""
 

@@ -1016,3 +1016,18 @@ def test_an_inverse_that_nothing_names_is_refused_and_one_that_reads_only_is_war
         rb = ReplayBuffer(storage=LazyTensorStorage(9), transform=Halved(["x"], in_keys_inv=["x"]))
     rb.extend(TensorDict({"x": torch.ones(3)}, [3]))
     assert rb[:]["x"].tolist() == [1.0] * 3 and rb.storage[:]["x"].tolist() == [2.0] * 3
+
+
+def test_an_inverse_of_whole_batches_gives_all_back_where_it_has_a_flush():
+    class Writes(Transform):
+        def _inv_call(self, tensordict):
+            return tensordict
+
+    class Flushes(Writes):
+        def flush(self, request):
+            return request
+
+    class FlushesItself(Transform):
+        _inv_call, flush = Writes._inv_call, Flushes.flush
+
+    assert not Writes().stream.flushes_all and FlushesItself().stream.flushes_all

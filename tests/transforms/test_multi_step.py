@@ -215,6 +215,9 @@ def test_other_rewards_and_flags_can_be_named():
     assert torch.equal(rb[:]["next", "score"], expected["next", "reward"])
     with pytest.raises(ValueError, match="under 'next'"):
         MultiStep(0.5, 2, reward_keys=["reward"])
+    assert repr(MultiStepTransform(2, 0.5)) == "MultiStepTransform(n_steps=2, gamma=0.5)"
+    two = MultiStepTransform(2, 0.5, reward_keys=["reward", "score"])
+    assert "reward_keys=[('next', 'reward'), ('next', 'score')]" in repr(two)
     short = MultiStepTransform(2, 0.5, reward_keys=["score"], done_key="over", done_keys=["over"])
     assert (short.reward_keys, short.done_key) == ([("next", "score")], ("next", "over"))
     assert MultiStepTransform(2, 0.5).done_keys == [("next", flag) for flag in ("done", "truncated", "terminated")]

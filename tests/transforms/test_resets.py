@@ -212,6 +212,11 @@ def test_values_that_are_not_what_the_spec_says_are_refused():
         TransformedEnv(SerialEnv(2, lives), TensorDictPrimer(h=Unbounded((3,)), expand_specs=False))
 
 
+def test_a_primer_of_a_buffer_is_refused_data_that_are_no_tensordicts():
+    with pytest.raises(TypeError, match="TensorDictPrimer takes TensorDicts, got a Tensor"):
+        TensorDictPrimer(h=Unbounded((2,)))(torch.zeros(3))
+
+
 # ---- numbers ----
 def test_trajectories_are_numbered_in_the_order_in_which_they_begin():
     def numbered(*transforms):

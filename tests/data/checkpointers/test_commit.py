@@ -4,6 +4,7 @@ import fcntl
 import gc
 import json
 import os
+import pickle
 import signal
 import threading
 import time
@@ -107,6 +108,14 @@ def test_keep_last_keeps_so_many_and_the_newest(tmp_path):
     assert names(tmp_path) == ["CURRENT", "LOCK", "g-000006"]
 
 
+def test_a_save_that_fails_leaves_as_many_as_are_to_be_kept(tmp_path):
+    for value in range(3):
+        save(tmp_path, value, keep_last=3)
+    with pytest.raises(KeyboardInterrupt), saving(tmp_path, keep_last=3):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["CURRENT", "LOCK", "g-000001", "g-000002", "g-000003"]
+
+
 @pytest.mark.parametrize("keep_last", [0, -1])
 def test_keep_last_below_one_is_refused(tmp_path, keep_last):
     with pytest.raises(ValueError, match="keep_last"):
@@ -198,6 +207,12 @@ def test_a_current_that_is_not_ours_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointError, match="not written by engram"):
         save(tmp_path, 1)
     assert (tmp_path / "CURRENT").read_text() == "MANIFEST-000004\n"
+
+
+def test_an_error_of_another_process_says_which_file_is_damaged():
+    told = {"file": "a", "reason": "b", "advice": "c", "newest_whole": "d"}
+    error = pickle.loads(pickle.dumps(CorruptCheckpointError(**told)))
+    assert {name: getattr(error, name) for name in told} == told
 
 
 def test_an_exception_inside_a_save_leaves_nothing(tmp_path):

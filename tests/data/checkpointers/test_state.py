@@ -9,9 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from tensordict import NonTensorData, NonTensorStack
 
 from contracts.each import each
-from engram.checkpoint.encoding import EncodedArrays, Encoder, encode
+from engram.checkpoint.encoding import CONTENT_CODECS, EncodedArrays, Encoder, decode, encode
 from engram.data.replay_buffers.checkpointers import open_snapshot, save_snapshot
 from engram.errors import CorruptCheckpointError
 
@@ -204,6 +205,17 @@ def test_a_forged_description_is_an_error_before_anything_is_allocated(tmp_path,
         open_snapshot(tmp_path) as opened,
     ):
         opened.components["state"]
+
+
+def test_a_stack_of_one_value_that_is_no_tensor_comes_back_or_is_an_error():
+    stack = NonTensorStack(NonTensorData("a", batch_size=[2]), stack_dim=1)
+    tree = encode(stack, EncodedArrays(), CONTENT_CODECS)
+    found = decode(tree, None, CONTENT_CODECS)
+    assert type(found) is NonTensorStack and found.batch_size == (2, 1) and found.stack_dim == 1
+    for dim in (-1, 2, "x"):
+        tree["$nontensorstack"]["stack_dim"] = dim
+        with pytest.raises(ValueError, match="along dimension"):
+            decode(tree, None, CONTENT_CODECS)
 
 
 @each("tree", [{"$unknown": 1}, {"$tuple": 3}, {"$dict": [1]}, {"$dict": [[[], 1]]}, {"$float": "0"}])

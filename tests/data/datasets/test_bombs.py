@@ -1,5 +1,6 @@
 """Small files that claim to hold more than there is memory for are refused before they are decoded."""
 
+import io
 import struct
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from engram.data.datasets import (
     write_minari,
     write_parquet,
 )
+from engram.datasets import parquet
 from engram.errors import DatasetError
 
 pa = pytest.importorskip("pyarrow", reason='Parquet needs pyarrow: pip install "engram[parquet]"')
@@ -150,6 +152,12 @@ def test_files_of_engram_are_walked_over(tmp_path, rows):
     batch = steps([rows or 1])
     write_parquet(batch, tmp_path / "a.parquet")
     assert_same_bits(torch.cat(list(iter_parquet(tmp_path / "a.parquet"))), batch)
+
+
+def test_a_page_header_of_megabytes_is_refused():
+    endless = b"\x18" + b"\x80\x80\x80\x02" + bytes(5 << 20)  # its first field is a text of 4 MB
+    with pytest.raises(ValueError, match="has a page whose header is cut short"):
+        parquet._page_header(io.BytesIO(endless), 0, "a file")
 
 
 def test_every_changed_byte_of_a_page_header_is_an_error_or_the_file(tmp_path):

@@ -230,6 +230,23 @@ def test_task_with_two_texts_is_named(tmp_path):
         read(tmp_path)
 
 
+def test_table_of_tasks_without_their_numbers_is_named(tmp_path):
+    pq.write_table(pa.table({"task": TASKS}), write(tmp_path) / "meta/tasks.parquet")
+    with pytest.raises(
+        DatasetError, match=r"tasks\.parquet.*has no columns 'task_index' and 'task'; it has \['task'\]"
+    ):
+        read(tmp_path)
+
+
+def test_more_frames_than_the_dataset_says_are_refused(tmp_path):
+    write(tmp_path)
+    (file,) = (tmp_path / "data").rglob("*.parquet")
+    table = pq.read_table(file)
+    pq.write_table(pa.concat_tables([table, table.slice(0, 1)]), file)
+    with pytest.raises(DatasetError, match=r"has more frames than the 8 of meta/info\.json"):
+        read(tmp_path, exclude=["index"])
+
+
 @pytest.mark.parametrize("gone", ["meta/tasks.parquet", "meta/episodes/chunk-000/file-000.parquet"])
 def test_missing_table_is_named(tmp_path, gone):
     (write(tmp_path) / gone).unlink()

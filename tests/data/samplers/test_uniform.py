@@ -347,6 +347,14 @@ def test_no_thread_draws_while_a_sampler_is_saved_or_loaded_alone(tmp_path):
     assert 0 < saved < len(sampler.taken) and all(sampler.taken)
 
 
+def test_one_stored_step_can_be_sampled():
+    sampler, storage = RandomSampler(), LazyTensorStorage(4)
+    rb = ReplayBuffer(storage=storage, sampler=sampler, batch_size=2)
+    assert not sampler.can_sample(storage, 2)
+    rb.extend(torch.arange(1))
+    assert sampler.can_sample(storage, 2) and rb.sample().tolist() == [0, 0]
+
+
 def test_empty_ends_the_epoch():
     rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=SamplerWithoutReplacement(), batch_size=4)
     rb.extend(torch.arange(10))

@@ -22,7 +22,7 @@ from engram.data import (
     TensorStorageCheckpointer,
 )
 from engram.data.replay_buffers.storages import Checked, Rows
-from engram.errors import StorageError
+from engram.errors import CheckpointMisfitError, StorageError
 from engram.store.lanes import Lanes
 
 
@@ -345,3 +345,14 @@ def test_storage_around_one_of_ours_is_sampled_by_the_trajectories_that_it_reads
     assert rb.stats().episodes == 10
     n = rb.sample()["n"].reshape(4, 2)
     assert torch.equal(n[:, 0] % 2, torch.zeros(4).long()) and torch.equal(n[:, 1], n[:, 0] + 1)
+
+
+def test_a_save_with_more_steps_than_there_is_room_for_is_refused(tmp_path):
+    saved, rb = (ReplayBuffer(storage=Own(n), batch_size=2) for n in (5, 3))
+    saved.extend(torch.arange(5))
+    rb.extend(torch.arange(2))
+    saved.dumps(tmp_path)
+    for load in (lambda: rb.loads(tmp_path), lambda: rb.load_state_dict(saved.state_dict())):
+        with pytest.raises(CheckpointMisfitError, match="room for 3 items here, 5 saved there"):
+            load()
+        assert rb[:].tolist() == [0, 1]

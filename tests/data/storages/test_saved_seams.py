@@ -230,3 +230,11 @@ def test_a_state_of_a_list_that_cannot_be_is_refused_and_the_items_stay(wrong):
     with pytest.raises(ValueError, match=r"state|items|base"):
         twin.load_state_dict(state)
     assert twin[:] == [7, 8]
+
+
+def test_rows_of_one_lane_are_loaded_beside_lanes_for_other_writers(tmp_path):
+    saved, rb = (ReplayBuffer(storage=LazyTensorStorage(40, shared=True, lanes=n), batch_size=4) for n in (1, 2))
+    saved.extend(torch.arange(10))
+    saved.dumps(tmp_path)
+    rb.loads(tmp_path)
+    assert rb.storage.lanes.store.lanes > 1 and sorted(rb[:].tolist()) == list(range(10))

@@ -247,3 +247,29 @@ def test_the_state_of_a_writer_that_inherits_from_nothing_is_loaded_with_the_buf
     rb.extend(steps(0, 4))
     twin.load_state_dict(rb.state_dict())
     assert twin.extend(steps(4, 6)).tolist() == [4, 5] and numbers(twin[:]) == list(range(6))
+
+
+class CountsWrites(AddsAndExtends):
+    """Says itself what its state is."""
+
+    writes = 0
+
+    def extend(self, data):
+        self.writes += 1
+        return super().extend(data)
+
+    def state_dict(self):
+        return {**super().state_dict(), "writes": self.writes}
+
+    def load_state_dict(self, state):
+        self.writes = state["writes"]
+        super().load_state_dict({name: value for name, value in state.items() if name != "writes"})
+
+
+def test_a_writer_that_says_what_its_state_is_is_saved_with_all_of_it(tmp_path):
+    rb, twin = (ReplayBuffer(storage=LazyTensorStorage(10), writer=CountsWrites()) for _ in range(2))
+    for first in (0, 4):
+        rb.extend(steps(first, first + 4))
+    rb.dumps(tmp_path)
+    twin.loads(tmp_path)
+    assert twin.writer.writes == 2 and twin.extend(steps(8, 10)).tolist() == [8, 9]
