@@ -23,7 +23,7 @@ from engram.data.datasets import (
     write_minari,
     write_parquet,
 )
-from engram.datasets import parquet
+from engram.datasets.parquet import _page_header
 from engram.errors import DatasetError
 
 pa = pytest.importorskip("pyarrow", reason='Parquet needs pyarrow: pip install "engram[parquet]"')
@@ -157,7 +157,7 @@ def test_files_of_engram_are_walked_over(tmp_path, rows):
 def test_a_page_header_of_megabytes_is_refused():
     endless = b"\x18" + b"\x80\x80\x80\x02" + bytes(5 << 20)  # its first field is a text of 4 MB
     with pytest.raises(ValueError, match="has a page whose header is cut short"):
-        parquet._page_header(io.BytesIO(endless), 0, "a file")
+        _page_header(io.BytesIO(endless), 0, "a file")
 
 
 def test_every_changed_byte_of_a_page_header_is_an_error_or_the_file(tmp_path):

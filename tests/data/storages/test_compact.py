@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from engram.envs.transforms import MultiStepTransform
 from engram.store.layout import StoredLayout
 from engram.store.steps import Form
 from engram.testing import CompactContract
+from engram.testing.compact import TwoBuffers
 
 
 @pytest.fixture(autouse=True)
@@ -556,3 +558,13 @@ def test_no_batch_has_rows_that_an_empty_took_while_it_was_made(tmp_path: Path) 
     finally:
         ended.set()
         writer.join()
+
+
+def test_the_contract_compares_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = TwoBuffers(TestCompactInPrivateMemory(), random.Random(0), tmp_path)
+    two.extend()
+    two.sample()
+    draw = two.compact.sample
+    monkeypatch.setattr(two.compact, "sample", lambda: draw().apply(torch.zeros_like))
+    with pytest.raises(AssertionError):
+        two.sample()

@@ -37,6 +37,12 @@ class TestAdopting:
         storage.adopt(RowLayout.from_json(LAYOUT.to_json()))
         assert storage.lanes is table
 
+    def test_a_saved_path_has_strings_and_integers(self) -> None:
+        saved = LAYOUT.to_json()
+        saved["leaves"][0]["path"] = [2.5]
+        with pytest.raises(ValueError, match="a string or an integer"):
+            RowLayout.from_json(saved)
+
     def test_another_layout_is_refused_with_each_difference(self) -> None:
         storage = shared()
         other = RowLayout.of({"n": torch.zeros(1), "new": torch.zeros(1)}, 1)

@@ -66,6 +66,14 @@ def text(found: Any) -> str:
     return str(found.to_dict() if hasattr(found, "to_dict") else found)
 
 
+def test_rows_that_are_overwritten_at_every_try_are_an_error(
+    job: ReplayBuffer[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job.storage.access, "beside_writers", lambda read: read()._replace(overwritten=[0]))
+    with pytest.raises(RuntimeError, match="overwrite these rows faster than they can be copied"):
+        job.storage.get([1, 2])
+
+
 @pytest.mark.parametrize("read", CERTAIN.values(), ids=CERTAIN)
 def test_rows_that_are_being_overwritten_are_waited_for(
     job: ReplayBuffer[Any], rb: ReplayBuffer[Any], read: Read, monkeypatch: pytest.MonkeyPatch
