@@ -20,6 +20,7 @@ from contracts.gym_worlds import Countdown
 from contracts.vector_worlds import Native, Nested
 from engram.envs import EnvBase, GymEnv, SerialEnv, check_env_specs, gym_make, step_mdp
 from engram.envs.engines import GymVectorEngine
+from engram.envs.vector_env import VectorEnv
 from engram.testing import EnvContract
 
 MODES = list(AutoresetMode)
@@ -524,9 +525,9 @@ def test_a_random_state_of_fewer_environments_is_refused():
 
 
 def test_closing_closes_the_environments_inside():
-    env = GymEnv("CartPole-v1", num_envs=2, vectorization_mode="sync")
-    env.close()
-    assert env.gym_env.closed
+    envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    VectorEnv(GymVectorEngine(envs, categorical=False)).close()
+    assert envs.closed
 
 
 class Reuses(gymnasium.Env):
