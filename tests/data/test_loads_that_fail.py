@@ -419,6 +419,20 @@ def test_a_part_that_refuses_its_state(kind, storage, late, tmp_path, monkeypatc
         assert same(before, observed(rb))
 
 
+def test_a_part_that_cannot_go_back_either_is_logged(tmp_path, caplog, monkeypatch):
+    path = saved(lambda: buffer(tmp_path, "memory", **own("sampler")), tmp_path)
+    rb = used(buffer(tmp_path, "memory", **own("sampler")), (0, 55))
+    cls = REFUSING["sampler"]
+
+    def refuse(sampler, state):
+        raise RefusedError
+
+    monkeypatch.setattr(cls, "load_state_dict", refuse)
+    with pytest.raises(RefusedError):
+        rb.loads(path)
+    assert f"a {cls.__name__} cannot go back to its state of before" in caplog.text
+
+
 @each("storage", STORAGES)
 def test_a_part_that_refuses_its_state_in_a_buffer_without_rows(storage, tmp_path, monkeypatch):
     path = saved(lambda: buffer(tmp_path, storage, **own("sampler")), tmp_path)

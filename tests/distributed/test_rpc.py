@@ -12,7 +12,7 @@ import torch.distributed.rpc
 
 from contracts.waiting import NEVER, comes
 from distributed import test_sharded
-from distributed.shards import Link, client
+from distributed.shards import Link, client, shard
 from engram.data import LazyTensorStorage, PrioritizedSampler
 from engram.distributed import Timeouts
 from engram.distributed.client import PendingCall, ShardLink
@@ -215,3 +215,14 @@ def test_a_second_buffer_of_one_name_is_another_client_only_with_the_same_settin
             made(**settings)
     rb.shutdown()
     made().shutdown()
+
+
+def test_a_shard_that_is_ended_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engram.distributed import rpc_buffer
+
+    ended, closed = shard(), []
+    monkeypatch.setattr(ended, "close", lambda: closed.append(ended))
+    rpc_buffer._shards["ended"] = ended
+    for _ in range(2):  # the second time it is there no more
+        rpc_buffer._end("ended")
+    assert closed == [ended]

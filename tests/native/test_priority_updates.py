@@ -9,6 +9,7 @@ import torch
 
 from contracts.each import each
 from engram._native import Priorities, copy_updates, divide_updates
+from engram.data import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 
 
 def update(*indices: int, generations: bool = True) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -94,6 +95,14 @@ def test_checked_priorities_are_copies_in_float64() -> None:
     assert checked is not None and checked.dtype is torch.float64 and checked.tolist() == [0.0, 2.5]
     assert priorities.checked(given, 3) is None and priorities.checked([1.0], 1) is None
     assert priorities.checked(torch.ones(2, dtype=torch.int64), 2) is None
+
+
+def test_draws_beyond_all_memory_are_refused_before_they_wrap_around() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(10), sampler=PrioritizedSampler(10, 0.6, 0.4), batch_size=2)
+    rb.extend(torch.arange(4))
+    for n in (1 << 61, 1 << 60, (1 << 64) - 1):
+        with pytest.raises(MemoryError):
+            Priorities(0.6, 1e-8, False).draw(rb.storage.lanes.store, torch.tensor([1]), n, 0.4, False)
 
 
 @each("wrong", [-1.0, float("nan"), float("inf"), 1e308])

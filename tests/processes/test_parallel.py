@@ -200,6 +200,22 @@ def test_specs_that_differ_are_refused_like_those_of_a_serial_env(parallel):
         parallel(2, [lambda: GymEnv("CartPole-v1"), lambda: GymEnv(Countdown())])
 
 
+def test_actions_are_not_replaced_while_workers_may_read_those_of_a_step_that_was_interrupted(parallel, monkeypatch):
+    engine = parallel(2, lambda: GymEnv(Countdown())).vector_engine()
+    engine.reset()
+    engine.step(np.zeros(2, np.int64))
+    before = [column.copy() for _, column in engine._action_columns]
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(engine._pool, "wait_idle", interrupted)
+        engine.step(np.ones(2, np.int64))
+    for kept, (_, column) in zip(before, engine._action_columns, strict=True):
+        assert np.array_equal(kept, column)
+
+
 def test_a_reset_that_a_step_has_made_is_not_made_again(parallel):
     engine = parallel(2, [lambda: GymEnv(Countdown((1, 5, 7))), lambda: GymEnv(Countdown((3, 9)))]).vector_engine()
     engine.seed(0)

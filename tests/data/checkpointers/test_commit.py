@@ -253,6 +253,15 @@ def test_no_descriptors_or_locks_remain(tmp_path):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def test_a_file_that_is_cut_while_its_snapshot_is_open_is_named_with_both_sizes(tmp_path):
+    with saving(tmp_path) as writer:
+        writer.write_file("a.bin", [b"abc"])
+    with Checkpoint(tmp_path).reading() as reader:
+        os.truncate(tmp_path / "g-000001" / "a.bin", 2)
+        with pytest.raises(CorruptCheckpointError, match=r"a\.bin is damaged: it has 2 bytes, 3 were saved"):
+            reader.read_into("a.bin", np.empty(3, np.uint8))
+
+
 def test_the_bytes_of_a_checkpoint_are_those_of_the_format(tmp_path):
     with saving(tmp_path) as writer:
         writer.write_file("a.bin", [b"abc"])

@@ -4,9 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from contracts.checkpointer import CheckpointerContract, RowRings, data_files
+from contracts.corruption import Forger
+from engram.data import LazyTensorStorage, RandomSampler, ReplayBuffer
 from engram.data.replay_buffers.checkpointers import TensorStorageCheckpointer, open_snapshot, rows, save_snapshot
+from engram.errors import CheckpointMisfitError, CorruptCheckpointError
 
 
 class TestTensorStorageCheckpointer(CheckpointerContract):
@@ -125,3 +129,25 @@ def test_path_is_any_path_like(tmp_path: Path):
     assert save_snapshot(str(tmp_path), {"a": 1}) == "g-000001"
     with open_snapshot(tmp_path) as opened:
         assert dict(opened.components) == {"a": 1}
+
+
+def test_a_file_that_is_not_as_long_as_its_rows_is_damage(tmp_path):
+    saved = ReplayBuffer(storage=LazyTensorStorage(10))
+    saved.extend(torch.arange(10))
+    saved.dumps(tmp_path)
+    forger = Forger(tmp_path)
+    (file,) = (forger.snapshot / "storage").glob("rows-*")
+    forger.write_file(f"storage/{file.name}", file.read_bytes()[:-8])
+    with pytest.raises(CorruptCheckpointError, match=r"rows-.* is not as long as its rows 0 to 10"):
+        ReplayBuffer(storage=LazyTensorStorage(10)).loads(tmp_path)
+
+
+def test_a_save_without_a_storage_says_so_to_one_that_is_to_be_loaded(tmp_path):
+    RandomSampler().dumps(tmp_path)
+    storage = LazyTensorStorage(5)
+    for load in (
+        lambda: storage.loads(tmp_path),
+        lambda: ReplayBuffer(storage=storage).loads(tmp_path, parts=("storage",)),
+    ):
+        with pytest.raises(CheckpointMisfitError, match="holds no storage; load the other parts only"):
+            load()
