@@ -245,6 +245,14 @@ def test_a_removed_row_is_the_first_that_a_better_one_takes_the_place_of(sampler
     assert rb.add(steps(-600, -599)[0]) in (None, -1)
 
 
+def test_a_new_writer_of_the_best_rows_takes_the_place_of_a_removed_one_first():
+    storage = LazyTensorStorage(8)
+    old, new = (TensorDictReplayBuffer(storage=storage, writer=TensorDictMaxValueWriter()) for _ in range(2))
+    old.extend(steps(0, 8))
+    old.remove(torch.tensor([5]))
+    assert new.add(steps(-500, -499)[0]) == 5 and new.stats().removed == 0
+
+
 # ---- the law itself ----
 def test_the_law_finds_a_path_that_looks_at_no_bit(monkeypatch):
     rb = filled(LazyTensorStorage(CAPACITY), sampler=SAMPLERS["own"]())

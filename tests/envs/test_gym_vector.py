@@ -528,6 +528,10 @@ def test_closing_closes_the_environments_inside():
     envs = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
     VectorEnv(GymVectorEngine(envs, categorical=False)).close()
     assert envs.closed
+    closed, single = [], Countdown()
+    single.close = lambda: closed.append(single)
+    GymEnv(single).close()
+    assert closed == [single]
 
 
 class Reuses(gymnasium.Env):

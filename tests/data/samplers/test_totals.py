@@ -144,3 +144,15 @@ def test_priorities_of_steps_open_no_starts() -> None:
     steps = _native.Priorities(1.0, 0.0, False)
     with pytest.raises(ValueError, match="priorities of steps"):
         rb.sampler.episodes.poll_starts(rb.storage, steps, _native.SliceRule(2, 2))
+
+
+def test_each_removal_leaves_fewer_slices() -> None:
+    rb = ReplayBuffer(
+        storage=LazyTensorStorage(20), sampler=SliceSampler(slice_len=2, traj_key="episode"), batch_size=4
+    )
+    rb.extend({"episode": torch.arange(12) // 4})  # three trajectories of three windows each
+    shares = []
+    for rows in ([0], [5], [1, 2, 3, 4, 6, 7]):
+        rb.remove(torch.tensor(rows))
+        shares.append(rb.sampler.totals(rb.storage, 4).share)
+    assert shares == pytest.approx([3 - 1 / 3, 2, 1])

@@ -353,6 +353,9 @@ def test_one_stored_step_can_be_sampled():
     assert not sampler.can_sample(storage, 2)
     rb.extend(torch.arange(1))
     assert sampler.can_sample(storage, 2) and rb.sample().tolist() == [0, 0]
+    rb.set_sampler(PrioritizedSampler(4, 1.0, 1.0))
+    rb.update_priority(0, 0.25)
+    assert rb.sampler.can_sample(storage, 2) and rb.sample().tolist() == [0, 0]
 
 
 def test_empty_ends_the_epoch():

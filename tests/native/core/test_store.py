@@ -136,6 +136,14 @@ class TestBounds:
         with pytest.raises(ValueError, match="no seed"):
             s.uniform(slots(), 1)
 
+    def test_rows_are_removed_from_lanes_that_are_there(self) -> None:
+        code, width = words(1)
+        s = store(width, 8)
+        append_words(s, code, 8)
+        for change in (s.begin_removing, s.end_removing):
+            with pytest.raises(IndexError, match="lane 7 of 1"):
+                change(7)
+
     @each("bad", [
         (0, 1, 1, 8, 8, False), (4097, 1, 1, 8, 8, False), (1, 0, 1, 8, 8, False), (1, 1, 0, 8, 8, False),
         (1, 1, 1, 8, 4, False), (1, 1, 1, 8, 128, False), (1, 1, 1, 8, 24, False), (1, 1 << 57, 1, 8, 8, False),
