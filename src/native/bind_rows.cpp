@@ -34,9 +34,10 @@ static void check_whole_rows(const Store& store, const Plan& plan) {
 }
 
 // Appends the steps of a checked batch from `first` on, or so many of them; returns their slots, or True where they are not `wanted`.
-// None: the caller must get the turn first; or this process was forked and holds no lane.
-nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted) {
-  if (joined_after_fork()) return nb::none();
+// None: the caller must get the turn first; this process was forked and holds no lane; or, where it `waits`, rows have to wait for
+// those who sample.
+nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted, bool waits) {
+  if (joined_after_fork() || (waits && must_wait(store.lanes))) return nb::none();
   store.must_be_writable();
   check_lane(store, lane);
   if (first > plan.steps || n.value_or(0) > plan.steps - first) throw nb::index_error("the batch has fewer steps");

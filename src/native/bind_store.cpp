@@ -18,6 +18,7 @@
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
 #include "bindings.hpp"
+#include "rate_limit.hpp"
 #include "recovery.hpp"
 #include "stints.hpp"
 
@@ -266,6 +267,29 @@ static void restore_removed(Store& store, uint64_t l, uint64_t from, nb::bytes g
   for (uint64_t i = 0; i < bits.size() * 8; ++i)
     if (static_cast<uint8_t>(bits[i / 8]) >> i % 8 & 1) lane.remove(from + i / lane.envs, i % lane.envs);
   lanes.note_removals();
+}
+
+// The counts of a store whose users wait for each other, for who changes them.
+static RateLimiter writable_limiter(const Store& store) {
+  store.must_be_writable();
+  store.check_file();
+  if (!store.lanes.can_remove()) throw nb::value_error("this store was made by an engram whose stores had no rate limiter");
+  return RateLimiter(store.lanes);
+}
+static void set_rate_limit(const Store& store, std::optional<std::tuple<double, double, double, double, bool>> given) {
+  const RateLimiter limiter = writable_limiter(store);
+  if (!given) return limiter.clear();
+  const auto [samples_per_insert, min_size, ahead, behind, widens] = *given;
+  if (!(samples_per_insert > 0 && std::isfinite(samples_per_insert) && min_size >= 0 && ahead + behind > 0))
+    throw nb::value_error("a rate limit needs a ratio of more than 0, and room for draws to be ahead or behind");
+  limiter.set({samples_per_insert, min_size, ahead, behind, widens});
+}
+static void note_wait(const Store& store, bool inserts, uint64_t ns, bool begins) {
+  if (store.read_only() || !store.lanes.can_remove()) return;
+  store.check_file();
+  Flow& flow = store.lanes.flow();
+  if (begins) (inserts ? flow.insert_waits : flow.sample_waits).fetch_add(1, std::memory_order_relaxed);
+  (inserts ? flow.insert_waited_ns : flow.sample_waited_ns).fetch_add(ns, std::memory_order_relaxed);
 }
 
 // Generations of slots as the lanes count: sequences, -1 where a slot holds no row.
@@ -700,6 +724,7 @@ void bind_store(nb::module_& m) {
         if (s.observations() && !s.observations()->end_restore(l, base, published))
           throw nb::value_error("not all rows between base and published were restored");
         s.lanes.set_counters(l, base, published, origin);
+        s.lanes.count_anew();
       }, "lane"_a, "base"_a, "published"_a, "origin"_a)
       .def("end_restore", [](const Store& s) {
         s.must_be_writable();
@@ -792,9 +817,9 @@ void bind_store(nb::module_& m) {
         const uint64_t lane = s.stint().lane;
         return lane < s.lanes.count() && s.lanes.stints(lane).goes_on(s.author()) ? std::optional(lane) : std::nullopt;
       })
-      .def("append", &append, "lane"_a, "plan"_a, "first"_a = 0, "n"_a.none() = nb::none(), "wanted"_a = true,
-           nb::sig("def append(self, lane: int, plan: Plan, first: int = 0, n: int | None = None, wanted: bool = True) -> "
-                   "torch.Tensor | int | None"))
+      .def("append", &append, "lane"_a, "plan"_a, "first"_a = 0, "n"_a.none() = nb::none(), "wanted"_a = true, "waits"_a = false,
+           nb::sig("def append(self, lane: int, plan: Plan, first: int = 0, n: int | None = None, wanted: bool = True, "
+                   "waits: bool = False) -> torch.Tensor | int | None"))
       .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid, uint64_t above) {
         s.must_be_writable();
         check_lane(s, l);
@@ -898,6 +923,45 @@ void bind_store(nb::module_& m) {
       }, "slots"_a)
       .def("removed_bits", &removed_bits, "lane"_a, "start"_a, "stop"_a)
       .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)
+      // ---- who waits for whom ----
+      .def_prop_ro("is_limited", [](const Store& s) { return s.lanes.is_limited(); })
+      .def_prop_ro("can_limit", [](const Store& s) { return s.lanes.can_remove(); })
+      // Samples per insert, rows from which on, how far samplers may be ahead and behind, whether these two widen; None: no bound.
+      .def_prop_ro("rate_limit", [](const Store& s) -> std::optional<std::tuple<double, double, double, double, bool>> {
+        s.check_file();
+        if (!s.lanes.is_limited()) return std::nullopt;
+        const RateLimit limit = RateLimiter(s.lanes).limit();
+        return std::tuple(limit.samples_per_insert, limit.min_size, limit.ahead, limit.behind, limit.widens);
+      })
+      .def("set_rate_limit", &set_rate_limit, "limit"_a.none())
+      .def("may_insert", [](const Store& s) {
+        s.must_be_writable();
+        s.check_file();
+        return !must_wait(s.lanes);
+      })
+      .def("raise_rate_limit", [](const Store& s, uint64_t n) { return writable_limiter(s).raise_to(n); }, "n"_a)
+      .def("take_samples", [](const Store& s, uint64_t n) { return writable_limiter(s).take(n); }, "n"_a)
+      .def("give_back_samples", [](const Store& s, uint64_t n) { writable_limiter(s).give_back(n); }, "n"_a)
+      .def("restore_rate_counts", [](const Store& s, uint64_t inserts, uint64_t samples) {
+        writable_limiter(s).restore(inserts, samples);
+      }, "inserts"_a, "samples"_a)
+      // Rows written and drawn since the counts began, rows that can be drawn, draws that there are to give.
+      .def_prop_ro("rate_counts", [](const Store& s) -> std::optional<std::tuple<int64_t, uint64_t, uint64_t, double>> {
+        s.check_file();
+        if (!s.lanes.is_limited()) return std::nullopt;
+        const RateLimiter limiter(s.lanes, !s.read_only());
+        const double budget = limiter.budget();
+        return std::tuple(static_cast<int64_t>(limiter.inserts()), limiter.samples(), limiter.stored(), budget);
+      })
+      // How often users of the store waited, and for how many ns: those who write, and those who sample.
+      .def("note_wait", &note_wait, "inserts"_a, "ns"_a, "begins"_a)
+      .def_prop_ro("waits", [](const Store& s) {
+        s.check_file();
+        if (!s.lanes.can_remove()) return std::array<uint64_t, 4>{};
+        const Flow& flow = s.lanes.flow();
+        return std::array<uint64_t, 4>{flow.insert_waits.load(), flow.insert_waited_ns.load(), flow.sample_waits.load(),
+                                       flow.sample_waited_ns.load()};
+      })
       .def_prop_rw("remover", &Store::remover, &Store::set_remover)
       .def("begin_removing", [](Store& s, uint64_t l, uint64_t dead) {
         s.must_be_writable();

@@ -128,7 +128,8 @@ inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* w
 }
 
 // ---- of stores, too, but defined in bind_rows.cpp, beside what else puts rows in ----
-nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted);
+nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted,
+                  bool waits);
 Tensor pack(const Plan& plan, size_t row_bytes);
 void put_leaves(Store& store, uint64_t lane, uint64_t start, const Plan& plan);
 

@@ -24,8 +24,8 @@ constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kHasF
 constexpr uint64_t kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents | kHasFlow;
 // What a store with `flow` has ever been used for: bit i of `Flow::in_use` is called kUses[i]. A store with an unknown one is
 // refused, as one with an unknown feature is; but a new one needs no bit on stores that never use it.
-constexpr const char* kUses[] = {"removed rows"};
-constexpr uint64_t kRemovesRows = 1, kKnownUses = kRemovesRows;
+constexpr const char* kUses[] = {"removed rows", "rate limiter"};
+constexpr uint64_t kRemovesRows = 1, kLimitsRate = 2, kKnownUses = kRemovesRows | kLimitsRate;
 constexpr uint64_t kExtents = 4;      // that a lane keeps
 constexpr uint64_t kExtentWords = 3;  // of each
 
@@ -120,9 +120,14 @@ static_assert(sizeof(LaneFlow) == 64);
 struct Flow {
   Counter in_use;    // bits of kUses
   Counter removals;  // raised before and after rows are removed: what was drawn from before is looked at again
-  Counter mode, limiter[4], samples, inserts_base, consumer_version, consumer_turn, session, session_owner;  // not used yet,
-  Counter insert_waits, insert_waited_ns, sample_waits, sample_waited_ns;                                    // nor these
+  Counter mode;          // bits of rate_limit.hpp; 0: nobody waits
+  Counter limiter[4];    // bits of doubles: samples per insert, rows from which on, draws that samplers may be ahead, and behind
+  Counter samples;       // rows drawn since the counts began
+  Counter inserts_base;  // rows written before the counts began, modulo 2^64; kCountsAnew: they begin when somebody looks
+  Counter consumer_version, consumer_turn, session, session_owner;  // not used yet
+  Counter insert_waits, insert_waited_ns, sample_waits, sample_waited_ns;  // how often users of the store waited, and how long
 };
+constexpr uint64_t kCountsAnew = uint64_t{1} << 63;
 static_assert(sizeof(Flow) == 136 && sizeof(Flow) <= kReservedBytes);
 
 inline uint64_t flow_offset(const StoreGeometry& s) { return s.seams_offset + s.lanes * s.seams_bytes; }

@@ -152,6 +152,15 @@ class Lanes {
   // Whether rows can be removed: not in stores of an engram before the feature `flow`.
   bool can_remove() const { return flow_ != nullptr; }
   Flow& flow() const { return *flow_; }
+  // Whether users of the store wait for each other (rate_limit.hpp).
+  bool is_limited() const { return flow_ && flow_->mode.load(std::memory_order_relaxed) != 0; }
+  // Rows that were lost, or replaced by others, are no writes and no draws of those that come: both are counted from here on.
+  // Draws are forgotten last: whoever looks in between has fewer to give, not more.
+  void count_anew() const {
+    if (!flow_) return;
+    flow_->inserts_base.store(kCountsAnew);
+    flow_->samples.store(0);
+  }
   // Another number when rows were removed since; 0: none ever were. A reader that looks at the bits after it sees all that were
   // removed before.
   uint64_t removals() const { return flow_ ? flow_->removals.load(std::memory_order_acquire) : 0; }
@@ -281,6 +290,7 @@ class Lanes {
     begin_change();
     for (uint64_t l = 0; l < count(); ++l) empty_lane(l, reset_count);
     header_->tickets.store(0);
+    count_anew();
     end_change();
   }
   // A kill in here leaves a lane without rows, and the values that `repair` needs to finish emptying it: `base` says where
@@ -327,6 +337,7 @@ class Lanes {
       if (h.durable.load() > published) h.durable.store(published);
       if (removed_rows(l)) recount_removed(l);
     }
+    if (interrupted) count_anew();
     end_change();
   }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "append.hpp"
+#include "rate_limit.hpp"
 
 namespace engram {
 
@@ -163,19 +164,19 @@ inline nb::object append_leaves(Store& store, uint64_t lane, const Plan& plan, s
   return slots;
 }
 
-// Plans for a store whose lane this process holds: False where it was forked, so that it holds none.
+// Plans for a store whose lane this process holds. False: it was forked, so that it holds none, or has to wait.
 inline bool may_push(Store& store, const Codec& codec, uint64_t lane) {
   if (joined_after_fork()) return false;
   store.must_be_writable();
   check_lane(store, lane);
   check_codec(store, codec);
-  return true;
+  return !must_wait(store.lanes);
 }
 
 // Checks a batch and appends it: see `Codec.check` and `Store.append`. A list holds items, stacked along time; with
 // `float_bits` Python's floats in it have so many bits. `own`: the leaf in which the rows store their own index. None: nothing
-// was written, because the batch is not plain, does not fit, has no steps, another process has the turn, or this process
-// was forked and holds no lane.
+// was written, because the batch is not plain, does not fit, has no steps, another process has the turn, this process was
+// forked and holds no lane, or has to wait for those who sample.
 inline nb::object push(Store& store, const Codec& codec, uint64_t lane, nb::handle batch, int batch_dims, int time_dim,
                        std::optional<size_t> own, std::optional<int> float_bits) {
   if (!may_push(store, codec, lane)) return nb::none();

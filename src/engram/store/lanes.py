@@ -139,7 +139,8 @@ class Lanes:
         Of several lanes also `ticket`, `left`, `goes_on`: which of the store's stints the last one there is, how many
         rows it may still append, and whether it is this process's; and in the first lane `carried`: which entries agree
         at the borders of this process's rows in the lane where it was before. `removed`, where there are any: a bit for
-        each row from `first` on, the lowest of a byte first, in base 64. A lane's end is a seam, unless this
+        each row from `first` on, the lowest of a byte first, in base 64; in the last lane `rate`, of a store with
+        a rate limiter: the rows `written` and `drawn` since its counts began. A lane's end is a seam, unless this
         process writes there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
@@ -177,6 +178,8 @@ class Lanes:
             saved.append(
                 {**counters, "border": border, "replaced": 0 if i else self.store.replaced, **stint, **removed}
             )
+        if (rate := self.store.rate_counts) is not None:
+            saved[-1]["rate"] = {"written": max(0, rate[0]), "drawn": rate[1]}
         return saved
 
     def _continues(self, lane: int, published: int) -> bool:
@@ -194,6 +197,8 @@ class Lanes:
         if i == 0:
             store.replaced, self.shifts = lane["replaced"], []
         self.shifts.append(shift)
+        if (rate := lane.get("rate")) is not None and store.is_limited:  # else the counts begin anew
+            store.restore_rate_counts(rate["written"], rate["drawn"])
 
     def shifts_since(self, lane_capacity: int | None) -> list[int]:
         """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
@@ -361,6 +366,11 @@ class Lanes:
         with self.mutex:
             if self.held is not None or self._released is not None:
                 self.store.mark_seam(0)
+
+    def settling(self) -> contextlib.AbstractContextManager[None]:
+        """A block in which no other process decides what all users of these rows keep to."""
+        self.use()
+        return contextlib.nullcontext() if self.locks is None else self.locks.settling()
 
     # ---- removing ----
     def remove(self, slots: Tensor, generation: Tensor) -> int:

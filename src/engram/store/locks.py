@@ -24,6 +24,7 @@ _OPEN_BYTE = 1 << 60
 _FIRST_LANE_BYTE = _OPEN_BYTE + 1
 _FIRST_WRITER_BYTE = 1 << 61
 _FLUSH_BYTE = _OPEN_BYTE - 1
+_SETTING_BYTE = _OPEN_BYTE - 2
 _DESCRIPTORS = "/proc/self/fd"
 _FLUSH_TIMEOUT = 60.0  # seconds that a flush waits for that of another process
 _OPEN_TIMEOUT = 10.0  # seconds that opening waits for a process that holds the store exclusively
@@ -107,19 +108,29 @@ class LaneLocks:
     @contextlib.contextmanager
     def flushing(self) -> Iterator[None]:
         """A block in which nobody else flushes; a StorageInUseError where another process has done so for a minute."""
-        with self._flush_mutex:
-            deadline = time.monotonic() + _FLUSH_TIMEOUT
-            while not _lock(self._own_fd(), fcntl.F_WRLCK, _FLUSH_BYTE):
-                if time.monotonic() > deadline:
-                    raise StorageInUseError(
-                        f"another process has been flushing this store for {_FLUSH_TIMEOUT:g} seconds: it was stopped, "
-                        "or the disk is slow. Let it go on or end it"
-                    )
-                time.sleep(0.001)
-            try:
-                yield
-            finally:
-                _lock(self._own_fd(), fcntl.F_UNLCK, _FLUSH_BYTE)
+        with self._flush_mutex, self._alone(_FLUSH_BYTE, "flushing this store", "the disk is slow"):
+            yield
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """A block in which nobody else decides what all users of the store keep to; errors as `flushing`."""
+        with self._flush_mutex, self._alone(_SETTING_BYTE, "setting the rate limiter of this store", "is held up"):
+            yield
+
+    @contextlib.contextmanager
+    def _alone(self, byte: int, doing: str, slow: str) -> Iterator[None]:
+        deadline = time.monotonic() + _FLUSH_TIMEOUT
+        while not _lock(self._own_fd(), fcntl.F_WRLCK, byte):
+            if time.monotonic() > deadline:
+                raise StorageInUseError(
+                    f"another process has been {doing} for {_FLUSH_TIMEOUT:g} seconds: it was stopped, or {slow}. Let "
+                    "it go on or end it"
+                )
+            time.sleep(0.001)
+        try:
+            yield
+        finally:
+            _lock(self._own_fd(), fcntl.F_UNLCK, byte)
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:

@@ -209,7 +209,7 @@ class PackedRows(LayoutRows):
     def push_part(self, plan: _native.Plan, first: int, steps: int) -> bool:
         """Appends so many steps of checked columns, as they are now; makes no index. False: nothing was written."""
         lane = self.lanes.held
-        return lane is not None and self._store.append(lane, plan, first, steps, False) is not None
+        return lane is not None and self._store.append(lane, plan, first, steps, False, True) is not None
 
     def push_step(self, step: Any) -> bool:
         """Appends one time step of all environments, of numpy arrays, and makes no index of it, in one native call.

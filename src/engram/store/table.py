@@ -82,6 +82,7 @@ from engram.store.compact import (
 )
 from engram.store.files import open_passed_store
 from engram.store.first_writers import FirstWriters
+from engram.store.flow import Flow
 from engram.store.lanes import Lanes
 from engram.store.layout import LeafSpec, ObservationKeys, RowLayout, specs_of
 from engram.store.packed_rows import NativeCalls
@@ -131,6 +132,8 @@ class Table:
         self.native = NativeCalls()
         #: The n of n-step rows, whose next observation is that of the n-th row behind them; 1: rows of single steps.
         self.horizon = 1
+        #: Who waits for whom.
+        self.flow = Flow()
         #: Whether batches carry an index, so that rows must have a place for it where a writer stores it.
         self.requires_index = False
         self._unwritten = Unwritten(self, self._no_lanes())
@@ -206,6 +209,10 @@ class Table:
             self.lanes = here
             here.on_join = functools.partial(_bind_again, weakref.ref(self))
         rows.bind(self.native)
+        is_written = rows is not self._unwritten
+        self.flow.use(rows, is_written=is_written, is_elsewhere=is_written and here is None)
+        if self.flow.conflict:
+            self.native.unbind()  # so that each use looks, and says why
 
     def _no_lanes(self) -> Lanes:
         """Lanes that count no rows."""

@@ -1,0 +1,292 @@
+"""Who waits for whom at a store: the bound on draws and writes that its users keep, and how they wait for each other.
+
+The bound and its counts lie in the store (`rate_limit.hpp` has the rule, and what holds whoever is killed), so that
+every process that opens the store keeps it, whoever set it. A `RateLimit` is what one of them names. Native writes look
+at it by themselves, and leave it to the slower way of writing to wait; draws are counted by the buffer before they are
+made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import engram._native as _native
+from engram._text import warn_user
+from engram.errors import StorageError
+
+if TYPE_CHECKING:
+    from engram.store.lanes import Lanes
+    from engram.store.rows import TableRows
+
+_PAUSE = 5e-5  # seconds that a wait sleeps between two looks, rising up to
+_LONGEST_PAUSE = 2e-3
+_FIRST_WARNING = 10.0  # seconds
+_NEXT_WARNINGS = 60.0
+_NOTED_EACH = 0.5  # seconds of a wait are added to the store's
+
+
+class RateLimit(NamedTuple):
+    """A bound on the rows drawn for each row written.
+
+    Attributes:
+        samples_per_insert: rows drawn for each row written.
+        min_size: rows that must be stored before one is drawn.
+        ahead: rows that samplers may have drawn above that; `inf`: any number.
+        behind: rows that samplers may lack before those who write wait; `inf`: they never do.
+        widens: whether nobody gave the last two, so that they grow to the largest batch that is asked for.
+    """
+
+    samples_per_insert: float
+    min_size: int
+    ahead: float
+    behind: float
+    widens: bool
+
+    def is_as(self, other: RateLimit) -> bool:
+        """Whether both bind in the same way."""
+        if self.widens and other.widens:
+            return self[:2] == other[:2]
+        return self == other
+
+    def __str__(self) -> str:
+        if math.isinf(self.ahead):
+            return f"MinSize({self.min_size})"
+        room = "" if self.widens else f", ahead={self.ahead:g}, behind={self.behind:g}"
+        return f"SampleToInsertRatio({self.samples_per_insert:g}, min_size_to_sample={self.min_size}{room})"
+
+
+class Flow:
+    """The bound of the rows of a table, as this process knows it. Who tells it something holds the storage's mutex.
+
+    Attributes:
+        named: what this process was told; None: it takes over what the store has.
+        watched: what says by `is_limited` whether draws are bound, and is looked at before each; None: nobody can
+            bind them.
+        conflict: why this process may neither write nor sample: others keep another bound than it was told; "".
+    """
+
+    def __init__(self) -> None:
+        self.named: RateLimit | None = None
+        self.watched: Any = None
+        self.conflict = ""
+        self._rows: TableRows
+        self._is_written = self._is_elsewhere = False
+        self._told: bytes | None = None  # the store that was told the bound
+
+    def use(self, rows: TableRows, *, is_written: bool, is_elsewhere: bool) -> None:
+        """These are the rows from now on. Errors as `name`.
+
+        Args:
+            is_elsewhere: a user's class keeps them, whose counters are not to be made before it is asked for rows.
+        """
+        self._rows, self._is_written, self._is_elsewhere, self.conflict = rows, is_written, is_elsewhere, ""
+        if is_written and self.named is not None:
+            self._agree(rows.lanes, self.named)
+        self._watch()
+
+    @property
+    def limit(self) -> RateLimit | None:
+        """The bound that is kept; None: there is none."""
+        if not self._is_written or (self._is_elsewhere and self.named is None):
+            return self.named
+        return limit_of(self._rows.lanes.store)
+
+    def name(self, limit: RateLimit) -> None:
+        """Tells the store, as soon as there is one, the bound of a buffer that uses it.
+
+        Raises:
+            ValueError: another buffer of this process named another one; or so many rows are never stored at once.
+            StorageError: the store was made by an engram that had no rate limiter.
+        """
+        if self.named is not None and not self.named.is_as(limit):
+            raise ValueError(
+                f"this storage keeps {self.named}, which a buffer of it was made with, and not {limit}: give both the "
+                "same, or change it for all by `rb.rate_limiter = ...`"
+            )
+        _check_fits(self._rows.lanes, limit)
+        if self._is_written:
+            self._agree(self._rows.lanes, limit)
+            conflict, self.conflict = self.conflict, ""
+            if conflict:
+                raise ValueError(conflict)
+        self.named = limit
+        self._watch()
+
+    def set(self, limit: RateLimit | None) -> None:
+        """Binds draws and writes anew, or no more, for all users of the rows; counts begin anew. Errors as `name`."""
+        if limit is None and self.limit is None:
+            return
+        lanes = self._rows.lanes
+        if limit is not None:
+            _check_fits(lanes, limit)
+        if self._is_written:
+            with lanes.settling():
+                lanes.store.set_rate_limit(limit)
+            self._told = lanes.store.store_id
+        self.named, self.conflict = limit, ""
+        self._watch()
+
+    def _watch(self) -> None:
+        if not self._is_written:
+            self.watched = None if self.named is None else _Unwritten
+        elif self._is_elsewhere and self.named is None:
+            self.watched = None
+        else:  # in memory that is private to this process nobody else sets one
+            lanes = self._rows.lanes
+            may_be = lanes.store.is_limited or lanes.locks is not None
+            self.watched = lanes.store if may_be and lanes.store.can_limit and not lanes.store.read_only else None
+
+    def _agree(self, lanes: Lanes, named: RateLimit) -> None:
+        """Tells the store what this process was told, or finds that others keep another bound."""
+        store = lanes.store
+        if store.read_only or self._told == store.store_id:
+            return
+        _check_fits(lanes, named)
+        with lanes.settling():
+            kept = limit_of(store)
+            if kept is None or (not kept.is_as(named) and not _is_open_elsewhere(lanes)):
+                store.set_rate_limit(named)
+            elif not kept.is_as(named):
+                self.conflict = (
+                    f"the store keeps {kept}, which its other users keep, too, and this process was told {named}: give "
+                    "both the same, or change it for all by `rb.rate_limiter = ...`"
+                )
+                return
+        self._told = store.store_id
+
+
+class _Unwritten:
+    """What is watched of a table without rows, for which a bound is named: who samples looks by the slower way."""
+
+    is_limited = True
+
+
+def limit_of(store: _native.Store) -> RateLimit | None:
+    """The bound that the users of a store keep; None: none."""
+    kept = store.rate_limit
+    return None if kept is None else RateLimit(kept[0], int(kept[1]), *kept[2:])
+
+
+def _is_open_elsewhere(lanes: Lanes) -> bool:
+    """Whether another process, or another object of this one, uses these lanes."""
+    return lanes.locks is not None and lanes.locks.is_open_elsewhere()
+
+
+def _check_fits(lanes: Lanes, limit: RateLimit) -> None:
+    """ValueError where so many rows are never stored at once; StorageError where the store keeps no bound."""
+    if limit.min_size > lanes.capacity:
+        raise ValueError(
+            f"{limit} waits until {limit.min_size:,} rows are stored, and the storage has room for {lanes.capacity:,}: "
+            "nobody could ever sample. Make one of them fit the other"
+        )
+    if not lanes.store.can_limit:
+        raise StorageError(
+            "this store was made by an engram that had no rate limiter: `engram convert` copies its rows to a new one, "
+            "whose users can wait for each other"
+        )
+
+
+# ---- waiting ----
+class _OfThread(threading.local):
+    is_let_through = False
+
+
+_of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def let_through() -> Iterator[None]:
+    """A block in which writes of this thread do not wait: who writes there has looked before it made the rows."""
+    before, _of_thread.is_let_through = _of_thread.is_let_through, True
+    try:
+        yield
+    finally:
+        _of_thread.is_let_through = before
+
+
+def is_let_through() -> bool:
+    return _of_thread.is_let_through
+
+
+class Wait(NamedTuple):
+    """How somebody waits, and what is said of it.
+
+    Attributes:
+        ready: whether it is over; what it found is the result of the wait.
+        lacks: says who waits for what.
+        hopeless: why nobody can end it, and what to do; "": somebody may.
+        ended: why it ends without what it waited for; "": it goes on.
+        note: is told the seconds that it lasts, some at a time, and whether they are the first.
+    """
+
+    ready: Callable[[], bool]
+    lacks: Callable[[], str]
+    hopeless: Callable[[], str]
+    ended: Callable[[], str]
+    note: Callable[[float, bool], None]
+
+    def __call__(self, deadline: float | None) -> None:
+        """Waits until it is `ready`.
+
+        Raises:
+            TimeoutError: it is not until `deadline`, of `time.monotonic`.
+            RuntimeError: it never will be, or has ended.
+        """
+        if self.ready():
+            return
+        began = noted = time.monotonic()
+        pause, warning = _PAUSE, began + _FIRST_WARNING
+        self.note(0.0, True)
+        try:
+            while True:
+                now = time.monotonic()
+                if ended := self.ended():
+                    raise RuntimeError(ended)
+                if reason := self.hopeless():
+                    raise RuntimeError(f"{self.lacks()}. {reason}")
+                if deadline is not None and now >= deadline:
+                    raise TimeoutError(self.lacks())
+                if now >= warning:
+                    warn_user(f"{now - began:.0f} s by now: {self.lacks()}", RuntimeWarning)
+                    warning = now + _NEXT_WARNINGS
+                if now - noted > _NOTED_EACH:
+                    self.note(now - noted, False)
+                    noted = now
+                time.sleep(pause if deadline is None else max(0.0, min(pause, deadline - now)))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                if self.ready():
+                    return
+        finally:
+            self.note(time.monotonic() - noted, False)
+
+
+def nobody_else(lanes: Lanes) -> bool:
+    """Whether these rows are in memory of this process alone, which has no other thread that could do something."""
+    others = (t for t in threading.enumerate() if t is not threading.current_thread())
+    return lanes.copied_by_fork and not any(t.is_alive() and not t.name.startswith("engram-") for t in others)
+
+
+def writers_shown(lanes: Lanes) -> str:
+    """The processes that wrote last, and whether they live; "" where the store does not tell."""
+    store, locks = lanes.store, lanes.locks
+    if locks is None:
+        return ""
+    seen: dict[int, tuple[float, bool]] = {}
+    for lane in range(store.lanes):
+        if not (number := store.last_writer(lane)):
+            continue
+        pid, at = number & ((1 << _native.PID_BITS) - 1), store.lane(lane)["written_at"] / 1e9
+        lives = number == store.writer or locks.is_writer_alive(number >> _native.PID_BITS)
+        before = seen.get(pid, (0.0, False))
+        seen[pid] = max(before[0], at), before[1] or lives
+    now = time.time()
+    shown = []
+    for pid, (at, lives) in seen.items():
+        ago = f" wrote {max(0.0, now - at):.1f} s ago" if at else ""
+        shown.append(f"process {pid}{ago if lives else ' has ended'}" + ("" if ago or not lives else " is there"))
+    return f"; writers: {', '.join(shown)}" if shown else "; no process has written to it yet"
