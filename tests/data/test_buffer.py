@@ -734,7 +734,7 @@ def test_the_constructor_takes_what_the_specification_names():
     assert list(parameters) == [
         "self", "capacity", "storage", "sampler", "writer", "collate_fn", "pin_memory", "prefetch", "transform",
         "batch_size", "dim_extend", "generator", "shared", "checkpointer", "track_generations", "compilable",
-        "reuse_batches", "delayed_init", "transform_factory", "publish_stats",
+        "reuse_batches", "delayed_init", "transform_factory", "publish_stats", "rate_limiter",
     ]  # fmt: skip
     assert parameters["capacity"].kind is inspect.Parameter.POSITIONAL_ONLY
 

@@ -25,6 +25,7 @@ from engram.data.replay_buffers import (
     UpdateResult,
     iter_trajectories,
 )
+from engram.data.replay_buffers.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from engram.data.replay_buffers.samplers import (
     DrawTotals,
     PrioritizedSampler,
@@ -121,6 +122,7 @@ __all__ = [
     "LinearScheduler",
     "ListStorage",
     "ListStorageCheckpointer",
+    "MinSize",
     "MultiCategorical",
     "MultiOneHot",
     "MultiStep",
@@ -132,9 +134,11 @@ __all__ = [
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
     "RandomSampler",
+    "RateLimiter",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
     "RoundRobinWriter",
+    "SampleToInsertRatio",
     "Sampler",
     "SamplerEnsemble",
     "SamplerWithoutReplacement",

@@ -18,6 +18,7 @@ from engram.transforms.base import WriteRequest
 
 if TYPE_CHECKING:
     from engram._native import Plan
+    from engram.data.replay_buffers.buffers.waiting import Waits
     from engram.data.replay_buffers.samplers.base import Sampler
     from engram.data.replay_buffers.samplers.draw import DrawPlan
     from engram.data.replay_buffers.storages.base import Storage
@@ -143,6 +144,7 @@ class BatchWriter:
         transform: the inverses of its transforms are applied to the data.
         time_dim: the dimension of a batch that is time.
         priorities: what becomes of priorities in the data; None: they are entries as any other.
+        waits: wait for those who sample, before each write.
     """
 
     def __init__(
@@ -154,6 +156,7 @@ class BatchWriter:
         transform: Compose,
         time_dim: int,
         priorities: GivenPriorities | None,
+        waits: Waits,
     ) -> None:
         self._storage, self._writer, self._sampler, self._time_dim = storage, writer, sampler, time_dim
         self._check_rows, self._tells_sampler = plan.check_rows, plan.is_told
@@ -165,10 +168,18 @@ class BatchWriter:
         self.form = Form(storage.ndim, time_dim, writer.index_key)
         self.transform = transform
         self.priorities = priorities
+        self._waits = waits
         self._column_rows: ColumnRows | None = None
 
-    def write(self, data: Any, *, single: bool, update_priority: bool | None = None) -> Any:
-        """Writes one step or a batch; returns what `add` or `extend` do. If it is refused, transforms are as before."""
+    def write(
+        self, data: Any, *, single: bool, update_priority: bool | None = None, timeout: float | None = None
+    ) -> Any:
+        """Writes one step or a batch; returns what `add` or `extend` do. If it is refused, transforms are as before.
+
+        Raises:
+            TimeoutError: those who sample are too far behind for longer than `timeout` seconds.
+        """
+        self._waits.await_room(timeout, "add" if single else "extend")
         if self.transform.transforms:
             return self._write_through(data, single, update_priority)
         storage, time_dim = self._storage, -1 if single else self._time_dim
@@ -195,6 +206,7 @@ class BatchWriter:
     def flush(self) -> Any:
         """Writes the steps that transforms hold back; returns their indices."""
         transform, storage = self.transform, self._storage
+        self._waits.await_room(what="flush_transforms")
         with self._writing():
             before = transform.remember()
             try:

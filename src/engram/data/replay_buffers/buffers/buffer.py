@@ -40,9 +40,12 @@ from engram.data.replay_buffers.buffers.stats import (
     BufferStats,
     count_steps,
     observation_shares_of,
+    rate_figures,
     shown_content,
     writers_of,
 )
+from engram.data.replay_buffers.buffers.waiting import SHUT_DOWN
+from engram.data.replay_buffers.rate_limiters import RateLimiter, as_limit, limiter_of
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
@@ -84,6 +87,7 @@ from engram.pytree import (
 )
 from engram.pytree import describe as describe_batch
 from engram.store.episodes import EpisodeIndex
+from engram.store.flow import Flow, RateLimit
 from engram.store.indexing import to_slots
 from engram.store.rows import READ_ONLY
 from engram.store.steps import Steps
@@ -155,6 +159,7 @@ class BufferArguments(TypedDict, total=False):
     delayed_init: bool | None
     transform_factory: Callable[[], TransformLike] | None
     publish_stats: bool
+    rate_limiter: RateLimiter | None
 
 
 _ENDED_BY_FAILURE = ("add", "extend", "sample")  # see `ReplayBuffer.report_failure`
@@ -199,6 +204,9 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         publish_stats: writes a small file beside the store once a second, from a thread, which `engram top` shows: rows
             drawn for each step written, the age of what is drawn, how many rows count. For mapped stores with a
             `scratch_dir`; copies and pickles of the buffer do not publish.
+        rate_limiter: `SampleToInsertRatio` or `MinSize`: samplers wait for rows, and those who write for samplers, so
+            that each keeps up with the other. It binds all who use the store, in all processes; each names it, or finds
+            it there. None: what the store has.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
@@ -231,6 +239,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         delayed_init: bool | None = None,
         transform_factory: Callable[[], TransformLike] | None = None,
         publish_stats: bool = False,
+        rate_limiter: RateLimiter | None = None,
     ) -> None:
         if transform_factory is not None:
             if transform is not None:
@@ -244,7 +253,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 prefetch=prefetch, transform=transform, batch_size=batch_size, dim_extend=dim_extend,
                 generator=generator, shared=shared, checkpointer=checkpointer, track_generations=track_generations,
                 compilable=compilable, reuse_batches=reuse_batches, delayed_init=False,
-                transform_factory=transform_factory, publish_stats=publish_stats,
+                transform_factory=transform_factory, publish_stats=publish_stats, rate_limiter=rate_limiter,
             )  # fmt: skip
             delay(self, ReplayBuffer.__init__, capacity, arguments)
             return
@@ -278,6 +287,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         if checkpointer is not None:
             is_one = isinstance(checkpointer, StorageCheckpointerBase)
             self._storage.checkpointer = checkpointer() if callable(checkpointer) and not is_one else checkpointer
+        self._rate_limit = as_limit(rate_limiter)
+        self._name_limit()
         self._parts = self._join_parts()
         if publish_stats:
             self._publisher = StatsPublisher(self, self._storage, WeakMethod(self._published))
@@ -327,6 +338,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
     _is_shut_down = False
     _extends_plainly: ClassVar[bool] = True  # of a class that has an `extend`: whether it is the library's
     _publisher: StatsPublisher | None = None
+    _rate_limit: RateLimit | None = None
     _failure: BaseException | None = None  # of what fills it in the background, to be raised by the next use
     _copied_as: ClassVar[Mapping[str, Any]] = {
         **dict.fromkeys(("_parts", "_iteration", "_is_shut_down", "_publisher"), LEFT_OUT),
@@ -347,14 +359,30 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             self._track_generations, self._reuse_batches, self._entries, self._priority_key,
         )  # fmt: skip
 
+    def _name_limit(self) -> None:
+        """Tells the storage the bound that this buffer was made with."""
+        if self._rate_limit is not None:
+            with self._storage.mutex:
+                self._flow.name(self._rate_limit)
+
+    @property
+    def _flow(self) -> Flow:
+        """Who waits for whom, by the store that is there by now."""
+        table = self._storage.access.table
+        table.look()
+        return table.flow
+
     # ---- writing ----
     def add(self, data: T | Data, *others: Never) -> int | Tensor:
         """Stores one step; returns its index: an int, with ndim=2 int64 [envs, 2].
 
         With a transform that holds steps back: int64 [n], the indices of what was written.
 
+        With a rate limiter it waits while those who sample are too far behind.
+
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
+            RuntimeError: it would wait, and nobody can sample.
         """
         if others:
             raise _several_given("add", 1 + len(others))
@@ -372,7 +400,11 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         return index
 
     def extend(
-        self, data: T | Data | Sequence[T | Data], *others: Never, update_priority: bool | None = None
+        self,
+        data: T | Data | Sequence[T | Data],
+        *others: Never,
+        update_priority: bool | None = None,
+        timeout: float | None = None,
     ) -> Tensor:
         """Stores a batch of steps; returns their indices: int64 [n], with ndim=2 [n, 2].
 
@@ -382,10 +414,13 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         Args:
             update_priority: if False, priorities that come with the data are stored, and the steps get the priority
                 of new ones all the same.
+            timeout: seconds to wait, with a rate limiter, while those who sample are too far behind; None: any time.
 
         Raises:
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
-            RuntimeError: the items of a list do not stack; the message names the item.
+            RuntimeError: the items of a list do not stack; the message names the item. Or it would wait, and nobody can
+                sample.
+            TimeoutError: those who sample were too far behind until then. Nothing is changed.
         """
         if others:
             raise _several_given("extend", 1 + len(others))
@@ -399,8 +434,21 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                     pushed = push(data, writes.form)
             if pushed is not None:
                 return pushed
-        index: Tensor = writes.write(data, single=False, update_priority=update_priority)
+        index: Tensor = writes.write(data, single=False, update_priority=update_priority, timeout=timeout)
         return index
+
+    def await_room(self, timeout: float | None = None, *, stop: Callable[[], bool] | None = None) -> None:
+        """Waits until more rows may be written, as `add` and `extend` do: for who makes rows only when there is room.
+
+        Args:
+            timeout: seconds, at most; None: any time.
+            stop: a function that is called now and then: where it returns True, the wait ends.
+
+        Raises:
+            TimeoutError: those who sample were too far behind until then.
+            RuntimeError: nobody can sample.
+        """
+        self._parts.waits.await_room(timeout, "who writes", stop)
 
     @property
     def column_rows(self) -> ColumnRows | None:
@@ -443,6 +491,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         include_info: bool | None = None,
         *,
         as_numpy: Literal[False] = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> T: ...
 
     @overload
@@ -453,6 +503,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         return_info: Literal[True],
         include_info: bool | None = None,
         as_numpy: Literal[False] = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> tuple[T, dict[str, Any]]: ...
 
     @overload
@@ -463,6 +515,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         include_info: bool | None = None,
         *,
         as_numpy: Literal[False] = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> tuple[T, dict[str, Any]]: ...
 
     @overload
@@ -473,6 +527,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         include_info: bool | None = None,
         *,
         as_numpy: Literal[False] = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> T | tuple[T, dict[str, Any]]: ...
 
     @overload
@@ -483,6 +539,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         include_info: bool | None = None,
         *,
         as_numpy: bool,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> Any: ...
 
     def sample(
@@ -492,6 +550,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         include_info: bool | None = None,
         *,
         as_numpy: bool = False,
+        wait: bool | None = None,
+        timeout: float | None = None,
     ) -> Any:
         """A batch, with `return_info` also its info: a dict with `"index"`, `"generation"`, `"priority_weight"`, ...
 
@@ -499,9 +559,17 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         With `as_numpy` the batch is (nested) dicts of NumPy arrays, which are the caller's, under the same keys; of
         plain batches, as `reuse_batches` has them, no tensor is made on the way. The info stays as it is.
 
+        Args:
+            wait: for rows that others write. None: with a rate limiter until it lets them be drawn; True: also without
+                one, until there is a batch (`can_sample`); False: never.
+            timeout: seconds to wait, at most; None: any time. Given, it waits as for True.
+
         Raises:
             TypeError: with `as_numpy` an entry of a dtype that NumPy does not have (bfloat16).
-            RuntimeError: no batch size here or in the constructor; nothing is stored.
+            RuntimeError: no batch size here or in the constructor; nothing is stored; with `wait=False` a rate limiter
+                does not let rows be drawn now; or it would wait, and nobody can write.
+            TimeoutError: there was no batch until then.
+            ValueError: the rate limiter never lets so many rows be drawn at once.
             OutOfMemoryError: there is no memory for the batch; nothing was drawn where it has more than 2**20 rows and
                 needs more than is free. Random numbers may have been drawn; an epoch goes on with the same rows.
         """
@@ -510,6 +578,9 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             n = _chosen_batch_size(self._batch_size, batch_size)
         if n > MANY_ROWS:
             parts.reader.check_room(n)
+        taken, watched = 0, parts.flow.watched
+        if wait is not None or timeout is not None or (watched is not None and watched.is_limited):
+            taken = parts.waits.take(n, wait, timeout)
         try:
             if parts.prefetcher is not None:
                 batch, info = parts.prefetcher.sample(n, return_info or parts.tracks_generations)
@@ -523,8 +594,11 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 batch, info = parts.reader.batch(n), {}
             if as_numpy:
                 batch = as_arrays(batch)
-        except MemoryError as error:
-            raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
+        except BaseException as error:
+            parts.waits.give_back(taken)
+            if isinstance(error, MemoryError):
+                raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
+            raise
         self._handed_out.batches += 1
         return (batch, info) if return_info else batch
 
@@ -542,10 +616,14 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 self._raise_failure()
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
+            taken = parts.waits.take(self._batch_size, None, None)
             try:
                 batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
-            except EpochOverError:
-                return
+            except BaseException as error:
+                parts.waits.give_back(taken)
+                if isinstance(error, EpochOverError):
+                    return
+                raise
             self._handed_out.batches += 1
             yield batch
             if last:
@@ -575,7 +653,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         return None
 
     def can_sample(self, batch_size: int | None = None) -> bool:
-        """Whether `sample` would give a batch of this size now; other samplers than the library's: anything is stored.
+        """Whether `sample` would give a batch of this size now, the rate limiter included; other samplers than the
+        library's: whether anything is stored.
 
         Raises:
             RuntimeError: no batch size here or in the constructor.
@@ -586,7 +665,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             raise RuntimeError(
                 "batch_size not specified: give one to can_sample(batch_size) or to the buffer's constructor"
             )
-        return bool(self._sampler.can_sample(self._storage, n))
+        return bool(self._sampler.can_sample(self._storage, n)) and self._parts.waits.can_take(n)
 
     def as_iterable_dataset(self, batches: int | None = None) -> BatchDataset:
         """The batches of iterating as a dataset for `torch.utils.data.DataLoader` and Lightning; see the example.
@@ -637,7 +716,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         For what fills the buffer in the background, as a collector after `start()`, and has ended: a program that waits
         for rows would do so for ever. It is raised once; None: not at all.
         """
-        self._failure = failure
+        self._failure = self._parts.waits.failure = failure
         for name in _ENDED_BY_FAILURE:  # on this object, so that it costs other calls nothing
             if failure is None:
                 vars(self).pop(name, None)
@@ -669,6 +748,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             writers=writers_of(storage),
             compact=observation_shares_of(storage),
             removed=storage.lanes.store.removed_rows,
+            **rate_figures(storage.lanes.store),
         )
 
     @overload
@@ -968,6 +1048,21 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
     def batch_size(self) -> int | None:
         return self._batch_size
 
+    @property
+    def rate_limiter(self) -> RateLimiter | None:
+        """The bound on the rows drawn for each row written, which all users of the store keep; None: there is none.
+
+        It can be set while jobs run: counts begin anew, without a debt of either side, for all of them. None ends it.
+        """
+        return limiter_of(self._flow.limit)
+
+    @rate_limiter.setter
+    def rate_limiter(self, limiter: RateLimiter | None) -> None:
+        limit = as_limit(limiter)
+        with self._storage.mutex:
+            self._flow.set(limit)
+        self._rate_limit = limit
+
     def set_rng(self, generator: torch.Generator | Generator | None) -> None:
         """Draws come from this generator from now on, and it is saved with the buffer; None: torch's global one."""
         self._replace({"_generator": generator})
@@ -988,6 +1083,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         if collate_fn is not None:
             changed["_collate_fn"] = collate_fn
         old: Storage = self._replace(changed)["_storage"]
+        self._name_limit()
         return old
 
     def share(self, shared: bool = True) -> Self:
@@ -1022,6 +1118,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         Args:
             timeout: without effect: they end with the batches that they are making.
         """
+        self._parts.waits.ended = SHUT_DOWN
         self._parts.close()
         if self._publisher is not None:
             self._publisher.close()
@@ -1258,6 +1355,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             saved_state = torch.frombuffer(bytearray(saved), dtype=torch.uint8)
             self._generator = Generator() if is_state(saved_state) else torch.Generator()
             set_state(self._generator, saved_state)
+        self._name_limit()
         self._parts = self._join_parts()
 
 

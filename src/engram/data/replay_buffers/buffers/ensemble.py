@@ -178,7 +178,9 @@ class ReplayBufferEnsemble(ReplayBuffer):
         """An error: write to a member."""
         raise self._refusal("add(...)")
 
-    def extend(self, data: Any, *others: Never, update_priority: bool | None = None) -> NoReturn:
+    def extend(
+        self, data: Any, *others: Never, update_priority: bool | None = None, timeout: float | None = None
+    ) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("extend(...)")
 

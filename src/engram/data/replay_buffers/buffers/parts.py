@@ -14,6 +14,7 @@ from engram._arguments import describe
 from engram._generator import Generator
 from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.buffers.in_place import change_entries
+from engram.data.replay_buffers.buffers.waiting import Waits
 from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.reading.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of, user_object
@@ -93,7 +94,12 @@ class BufferParts(StorageUser):
         priorities = None
         if settings.priority_key is not None and plan.takes_priorities:
             priorities = GivenPriorities(storage, sampler, settings.priority_key)
-        self.batch_writer = BatchWriter(storage, writer, sampler, plan, transform, self.time_dim, priorities)
+        #: How callers wait for others, and, before each draw, whether draws are bound.
+        self.waits = Waits(storage, sampler)
+        self.flow = self.waits.flow
+        self.batch_writer = BatchWriter(
+            storage, writer, sampler, plan, transform, self.time_dim, priorities, self.waits
+        )
         self.reader = self._make_reader() if make_reader is None else make_reader()
         #: What prepares batches ahead; None: each is made when it is wanted.
         self.prefetcher = Prefetcher(self.reader, settings.prefetch, self._generators()) if settings.prefetch else None

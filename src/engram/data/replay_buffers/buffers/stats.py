@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import engram._native as _native
 from engram._figures import ReadAsMapping
 from engram._system import human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of
@@ -27,6 +28,10 @@ class _Counts(NamedTuple):
     writers: tuple[WriterShare, ...] = ()
     compact: ObservationShares | None = None
     removed: int = 0
+    samples: int | None = None
+    samples_per_insert: float | None = None
+    waited_insert_s: float = 0.0
+    waited_sample_s: float = 0.0
 
 
 class BufferStats(ReadAsMapping, _Counts):
@@ -48,6 +53,10 @@ class BufferStats(ReadAsMapping, _Counts):
         compact: of a storage with `compact=`, which share of the newest rows took no memory for an observation, and
             what would make them smaller; None of other storages.
         removed: of the stored steps, those that `remove` has taken out: they are not drawn.
+        samples: rows that were drawn, by all processes, since the rate limiter began to count; None: there is none.
+        samples_per_insert: that for each row written since then.
+        waited_insert_s, waited_sample_s: seconds that a rate limiter has let those wait who write, and who sample, all
+            of them together.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
@@ -56,7 +65,8 @@ class BufferStats(ReadAsMapping, _Counts):
         >>> _ = rb.sample()
         >>> rb.stats()
         BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
-                    writers=(), compact=None, removed=0)
+                    writers=(), compact=None, removed=0, samples=None, samples_per_insert=None,
+                    waited_insert_s=0.0, waited_sample_s=0.0)
         >>> rb.stats()["size"], dict(rb.stats())["utilization"]
         (4, 1.0)
     """
@@ -100,6 +110,16 @@ def writers_of(storage: Storage) -> tuple[WriterShare, ...]:
     """Whose rows a storage has; () where it does not tell, or there was one writer at a time."""
     with storage.mutex:
         return storage.access.validated(lambda: writer_shares(storage.lanes.store))
+
+
+def rate_figures(store: _native.Store) -> dict[str, Any]:
+    """What a store knows of draws and waits, as `BufferStats` has it."""
+    counts, waits = store.rate_counts, store.waits
+    drawn: dict[str, Any] = {}
+    if counts is not None:
+        written, samples = counts[:2]
+        drawn = {"samples": samples, "samples_per_insert": samples / written if written > 0 else None}
+    return {**drawn, "waited_insert_s": waits[1] / 1e9, "waited_sample_s": waits[3] / 1e9}
 
 
 def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:

@@ -138,7 +138,7 @@ class Storage(MadeFromParts):
             self.native.limit(reads=reads, appends=not own & {"set", "check", "append"})
             table.rows.bind(self.native)
         #: The lock of its rows.
-        self.access = Access(table, outer, inner, own)
+        self.access: Access = Access(table, outer, inner, own)
         self._attached: weakref.WeakSet[StorageUser] = weakref.WeakSet()
         #: Held by writers, and by readers that need the rows not to change.
         self.mutex = threading.RLock()

@@ -1,0 +1,204 @@
+"""How a buffer waits for those who write to its store, or sample from it, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from engram.store.flow import Flow, RateLimit, Wait, is_let_through, limit_of, nobody_else, writers_shown
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.samplers.base import Sampler
+    from engram.data.replay_buffers.storages.base import Storage
+    from engram.store.lanes import Lanes
+
+SHUT_DOWN = "this buffer was shut down while it waited"
+
+
+class Waits:
+    """The waits of one buffer.
+
+    Args:
+        sampler: says whether a batch can be drawn at all.
+    """
+
+    def __init__(self, storage: Storage, sampler: Sampler) -> None:
+        self._storage, self._sampler = storage, sampler
+        #: The bound of the rows.
+        self.flow: Flow = storage.access.table.flow
+        #: Why waits end; "": they go on.
+        self.ended = ""
+        #: What has ended who filled the buffer in the background; None: nothing.
+        self.failure: BaseException | None = None
+
+    # ---- who samples ----
+    def take(self, n: int, wait: bool | None, timeout: float | None) -> int:
+        """Counts n rows as drawn, as soon as they may be; returns how many: 0 where nothing is bound.
+
+        Args:
+            wait: False: not at all; None: for the bound of the store; True: also until the sampler has a batch.
+            timeout: seconds, at most; where it is given it waits as for True.
+
+        Raises:
+            RuntimeError: with `wait=False`, they may not be drawn now; or they never may.
+            TimeoutError: they may not be drawn until then.
+            ValueError: no batch of so many rows may ever be drawn.
+        """
+        deadline = _deadline(timeout)
+        limit = self._limit()
+        if limit is None and wait is None and deadline is None:
+            return 0
+        for_rows = wait is True or deadline is not None
+        self._check_batch(n, limit)
+
+        def ready() -> bool:
+            if for_rows and not self._sampler.can_sample(self._storage, n):
+                return False
+            limit = self._limit()
+            if limit is None:
+                return for_rows
+            return self._storage.initialized and self._storage.lanes.store.take_samples(n)
+
+        if wait is False:
+            if limit is not None and not ready():
+                raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")
+        else:
+            self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
+        return n if self._limit() is not None else 0
+
+    def can_take(self, n: int) -> bool:
+        """Whether n rows may be drawn now."""
+        limit = self._limit()
+        if limit is None:
+            return True
+        if not self._storage.initialized or self._batch_is_too_large(n, limit):
+            return False
+        counts = self._storage.lanes.store.rate_counts
+        return counts is None or (counts[2] >= limit.min_size and counts[3] - n >= -self._ahead(n, limit))
+
+    def give_back(self, n: int) -> None:
+        """Rows that were counted, and are not drawn after all."""
+        if n and self._limit() is not None:
+            self._storage.lanes.store.give_back_samples(n)
+
+    def _check_batch(self, n: int, limit: RateLimit | None) -> None:
+        if limit is None:
+            return
+        if self._batch_is_too_large(n, limit):
+            raise ValueError(
+                f"a batch of {n} rows is more than {limit} ever lets samplers draw at once: its error_buffer allows "
+                f"ahead + behind = {limit.ahead + limit.behind:g}. Make it larger, or the batch smaller"
+            )
+        if limit.widens and self._storage.initialized:
+            self._storage.lanes.store.raise_rate_limit(n)
+
+    @staticmethod
+    def _batch_is_too_large(n: int, limit: RateLimit) -> bool:
+        return not limit.widens and n > limit.ahead + limit.behind
+
+    @staticmethod
+    def _ahead(n: int, limit: RateLimit) -> float:
+        return max(limit.ahead, n) if limit.widens else limit.ahead
+
+    # ---- who writes ----
+    def await_room(
+        self, timeout: float | None = None, what: str = "extend", stop: Callable[[], bool] | None = None
+    ) -> None:
+        """Waits until more rows may be written.
+
+        Args:
+            what: who waits, in messages.
+            stop: whether the caller has something else to do, and comes again: then it returns.
+
+        Raises:
+            TimeoutError: they may not be written until then. RuntimeError: they never may.
+        """
+        if self._limit() is None or is_let_through():
+            return
+
+        def ready() -> bool:
+            store = self._storage.lanes.store
+            return not store.is_limited or store.may_insert() or (stop is not None and stop())
+
+        self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(_deadline(timeout))
+
+    # ---- both ----
+    def _limit(self) -> RateLimit | None:
+        """The bound of the rows now. ValueError: this process was told another one than others keep."""
+        flow = self.flow
+        if flow.watched is None:
+            return None
+        lanes = self._storage.lanes  # which looks whether another process has made the store
+        if flow.conflict:
+            raise ValueError(flow.conflict)
+        return limit_of(lanes.store) if self._storage.initialized else flow.named
+
+    def _wait(
+        self, ready: Callable[[], bool], lacks: Callable[[], str], hopeless: Callable[[Lanes], str], *, inserts: bool
+    ) -> Wait:
+        storage = self._storage
+
+        def note(seconds: float, begins: bool) -> None:
+            if storage.initialized:
+                storage.lanes.store.note_wait(inserts, int(1e9 * seconds), begins)
+
+        return Wait(
+            ready, lacks, lambda: hopeless(storage.lanes) if nobody_else(storage.lanes) else "", self._end, note
+        )
+
+    def _end(self) -> str:
+        if self.failure is not None:
+            return f"what filled this buffer in the background has ended with an error: {self.failure!r:.300}"
+        return self.ended
+
+    def _lacks_rows(self, n: int) -> str:
+        limit, lanes = self._limit(), self._storage.lanes
+        if limit is None or not self._storage.initialized or (counts := lanes.store.rate_counts) is None:
+            return f"sample waits for rows: {len(lanes):,} are stored, too few for a batch of {n}{writers_shown(lanes)}"
+        written, drawn, stored, budget = counts
+        if stored < limit.min_size:
+            return (
+                f"sample waits for {_rows(limit.min_size - stored)}: {stored:,} of {limit.min_size:,} are there"
+                f"{writers_shown(lanes)}"
+            )
+        lacking = max(1, math.ceil((n - self._ahead(n, limit) - budget) / limit.samples_per_insert))
+        return (
+            f"sample waits for {_rows(lacking)} to be written: {written:,} were, and {drawn:,} drawn; a batch of "
+            f"{n} more is above {limit.samples_per_insert:g} for each{writers_shown(lanes)}"
+        )
+
+    def _lacks_draws(self, what: str) -> str:
+        limit, counts = self._limit(), self._storage.lanes.store.rate_counts
+        if limit is None or counts is None:
+            return f"{what} waits"
+        written, drawn, _, budget = counts
+        return (
+            f"{what} waits for {_rows(math.ceil(budget - limit.behind))} to be drawn: {written:,} were written, and "
+            f"{drawn:,} drawn, {limit.samples_per_insert:g} for each are to be; the learner is behind, or has ended"
+        )
+
+    def _no_writer(self, lanes: Lanes) -> str:
+        return (
+            "Nobody can write them: they would lie in memory of this process, which has no other thread. Write rows "
+            "first (`rb.can_sample()` says when a batch can be drawn)"
+        )
+
+    def _no_sampler(self, lanes: Lanes) -> str:
+        return (
+            "Nobody can draw them: the rows lie in memory of this process, which has no other thread. Sample first "
+            "(`while rb.can_sample(): rb.sample()`), or give the rate limiter a larger error_buffer, or behind=None"
+        )
+
+
+def _rows(n: int) -> str:
+    return f"{n:,} more row{'' if n == 1 else 's'}"
+
+
+def _deadline(timeout: float | None) -> float | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:
+        raise ValueError(f"timeout must be seconds, 0 or more, got {timeout!r}")
+    return time.monotonic() + timeout
