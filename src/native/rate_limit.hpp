@@ -42,6 +42,7 @@ class RateLimiter {
     const double words[] = {limit.samples_per_insert, limit.min_size, limit.ahead, limit.behind};
     for (size_t i = 0; i < 4; ++i) flow_.limiter[i].store(std::bit_cast<uint64_t>(words[i]), std::memory_order_relaxed);
     lanes_.count_anew();
+    base();  // now, so that rows count that are written before anybody looks
     flow_.in_use.fetch_or(kLimitsRate, std::memory_order_relaxed);
     flow_.mode.store(kIsSet | (limit.widens ? kWidens : 0), std::memory_order_release);
   }

@@ -21,7 +21,15 @@ import numpy.typing as npt
 from engram.cli.description import Summary, summary
 from engram.cli.kinds import store_folder
 from engram.errors import EngramError, StorageInUseError
-from engram.kernel.disk import LearnerStats, ObservedRows, StoreFile, published_stats, writer_shares
+from engram.kernel.disk import (
+    LearnerStats,
+    ObservedRows,
+    RateFigures,
+    StoreFile,
+    published_stats,
+    rate_figures,
+    writer_shares,
+)
 from engram.kernel.tools import user_path
 
 _EPISODES = 100  # of which returns and lengths are shown: the last ones
@@ -70,6 +78,7 @@ class Activity:
         lengths: of these.
         learners: what learners publish of their draws (`publish_stats=True`).
         problem: why nothing could be read; the rest is as it was at the last look.
+        rate: the rate limiter, what was written and drawn, and how long anybody waited; None: nobody waits.
     """
 
     path: str
@@ -86,13 +95,14 @@ class Activity:
     learners: tuple[LearnerStats, ...] = ()
     problem: str | None = None
     removed: int = 0
+    rate: RateFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON."""
         as_dict = dict(self.__dict__)
         as_dict["writers"] = [{**writer._asdict(), "lanes": list(writer.lanes)} for writer in self.writers]
         as_dict["learners"] = [learner._asdict() for learner in self.learners]
-        for name in ("returns", "lengths"):
+        for name in ("returns", "lengths", "rate"):
             as_dict[name] = None if as_dict[name] is None else as_dict[name]._asdict()
         return as_dict
 
@@ -225,6 +235,7 @@ class _Opened:
             lengths=summary(np.array([float(pair[1]) for pair in finished])),
             learners=tuple(published_stats(self._folder)),
             removed=store.removed_rows,
+            rate=rate_figures(store),
         )
 
     def _writers(self, lanes: list[dict[str, Any]], new: list[int], seconds: float | None) -> Iterator[WriterActivity]:

@@ -28,6 +28,7 @@ from engram.kernel.disk import (
     ObservedTrajectories,
     StoreFile,
     WriterShare,
+    rate_figures,
     writer_shares,
 )
 from engram.kernel.tools import user_path, visible
@@ -316,6 +317,8 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
         rows = [range(lane["first"], lane["published"]) for lane in lanes]
     capacity = store.lanes * store.lane_capacity * store.envs
     notes = (_observations_of_store(layout["observations"], store, capacity),) if "observations" in layout else ()
+    if (rate := rate_figures(store)) is not None:
+        notes = (*notes, f"rate limiter {rate}")
     return Info(
         path=str(path),
         kind="store",

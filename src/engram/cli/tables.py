@@ -167,6 +167,8 @@ def _lines_of(now: Activity) -> Iterator[str]:
     yield f"  rows       {now.rows:,}{share}, {now.written:,} written; {use}"
     if now.removed:
         yield f"  removed    {now.removed:,} of these, which are not drawn"
+    if now.rate is not None:
+        yield f"  ratio      {now.rate}"
     yield f"  rates      {_rate(now.rate_in)} in, {_rate(now.rate_out)} overwritten"
     for writer in now.writers:
         yield f"  writer     {_writer(writer)}"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from engram import data as engram_data
-from engram.compat.transitions import read_slots, refuse_removed
+from engram.compat.transitions import read_slots, refuse_unknown_rules
 from engram.data import LazyTensorStorage, Storage
 from engram.kernel.tools import packages
 
@@ -31,10 +31,10 @@ _COMPACT: MakeStorage = functools.partial(LazyTensorStorage, compact=True)
 _ENTRIES = {"obs": ("observation",), "act": ("action",), "obs_next": ("next", "observation")}
 
 
-def refuse_any_removed(buffers: Sequence[engram_data.ReplayBuffer]) -> None:
-    """RuntimeError where rows of one of these were removed."""
+def refuse_unknown_rules_of(buffers: Sequence[engram_data.ReplayBuffer]) -> None:
+    """RuntimeError where draws of tianshou would ignore what one of these asks for."""
     for buffer in buffers:
-        refuse_removed(buffer, "rows")
+        refuse_unknown_rules(buffer, "rows")
 
 
 class _ReadsRows(data.ReplayBuffer):  # type: ignore[misc]
@@ -142,12 +142,12 @@ class _WritesRows(_Behind):  # type: ignore[misc]
 
     # ---- what tianshou draws, and copies: removed rows would be among it ----
     def sample(self, batch_size: int | None) -> Any:
-        refuse_any_removed(self.rows)
+        refuse_unknown_rules_of(self.rows)
         return super().sample(batch_size)
 
     def sample_indices(self, batch_size: int | None) -> Any:
         if batch_size != 0:  # 0: all steps, to look at
-            refuse_any_removed(self.rows)
+            refuse_unknown_rules_of(self.rows)
         return super().sample_indices(batch_size)
 
     def _ids_of(self, buffer_ids: Any) -> npt.NDArray[Any]:
@@ -197,7 +197,7 @@ class _WritesRows(_Behind):  # type: ignore[misc]
 
     def _as_own(self) -> Any:
         """tianshou's own buffer with the same steps. RuntimeError: some of them were removed."""
-        refuse_any_removed(self.rows)
+        refuse_unknown_rules_of(self.rows)
         own = self._own.__new__(self._own)
         meta: Any = vars(self)["_meta"]
         stored = Batch()
@@ -278,7 +278,7 @@ class _OneRing(_WritesRows):
         source.stack_num = 1  # all steps, also those whose stack would begin before them
         index = source.sample_indices(0)
         if isinstance(buffer, _WritesRows):
-            refuse_any_removed(buffer.rows)
+            refuse_unknown_rules_of(buffer.rows)
             row = source._read(index)
         else:
             row = self._row(source._meta[index], (len(index),), last_obs=False)
@@ -294,7 +294,7 @@ class _OneRing(_WritesRows):
         """Takes out the steps in which some value is None or NaN; those that stay move up, the oldest to the front."""
         if not len(self):
             return
-        refuse_any_removed(self.rows)
+        refuse_unknown_rules_of(self.rows)
         source: Any = object.__new__(type(self))
         source.__dict__.update(vars(self))
         source.stack_num = 1

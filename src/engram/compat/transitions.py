@@ -30,9 +30,17 @@ _FLAGS = ("done", "reported_done", "terminated", "truncated")
 Slots: TypeAlias = npt.NDArray[Any] | Tensor
 
 
-def refuse_removed(buffer: ReplayBuffer, name: str) -> None:
-    """RuntimeError where rows of a buffer, the attribute `name`, were removed: draws of others know nothing of it."""
+def refuse_unknown_rules(buffer: ReplayBuffer, name: str) -> None:
+    """RuntimeError where rows of a buffer, the attribute `name`, were removed, or where its users wait for each other:
+    draws of others know nothing of either.
+    """
     store = buffer.storage.lanes.store
+    if store.is_limited:
+        raise RuntimeError(
+            f"the store keeps a rate limiter, {buffer.rate_limiter}, and batches are drawn here by the generator of "
+            f"another library, which knows nothing of it. Sample the engram buffer itself, `{name}`, or end the "
+            f"limiter: `{name}.rate_limiter = None`"
+        )
     if store.removals and (removed := store.removed_rows):
         raise RuntimeError(
             f"{removed} of the stored rows were removed (ReplayBuffer.remove), and batches are drawn here by the "
@@ -142,6 +150,7 @@ class TransitionRows:
         storage, writer = buffer.storage, buffer.writer
         if type(writer) is RoundRobinWriter and append_step(storage, step):
             return
+        buffer.await_room()
         with storage.mutex:
             write_plan(as_writer(writer)).write(storage, self._converted(step), True, -1)
 
@@ -177,12 +186,12 @@ class TransitionRows:
             ValueError: nothing is stored.
             RuntimeError: rows were removed.
         """
-        refuse_removed(self.buffer, "rows.buffer")
+        refuse_unknown_rules(self.buffer, "rows.buffer")
         return draw_slots_by_numpy(n, len(self.buffer) // self.n_envs, self.n_envs)
 
     def draw_environments(self, times: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """The slots of time slots, int64 [n], each of an environment that NumPy's generator draws; errors as `draw`."""
-        refuse_removed(self.buffer, "rows.buffer")
+        refuse_unknown_rules(self.buffer, "rows.buffer")
         if self.n_envs == 1:  # a draw of one of one takes no random number
             return times
         envs = np.random.randint(0, high=self.n_envs, size=len(times))

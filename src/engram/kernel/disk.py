@@ -4,6 +4,7 @@ from engram.checkpoint.directory import DocumentFile
 from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
+from engram.store.flow import RateFigures, rate_figures
 from engram.store.header import StoreFile
 from engram.store.locks import FirstByte
 from engram.store.observation_shares import ROWS_LOOKED_AT, ObservationShares
@@ -23,10 +24,12 @@ __all__ = [
     "ObservedLeaf",
     "ObservedRows",
     "ObservedTrajectories",
+    "RateFigures",
     "StoreFile",
     "WriterShare",
     "is_learner_file",
     "published_stats",
+    "rate_figures",
     "saving",
     "writer_shares",
 ]

@@ -56,7 +56,8 @@ class RateLimit(NamedTuple):
     def __str__(self) -> str:
         if math.isinf(self.ahead):
             return f"MinSize({self.min_size})"
-        room = "" if self.widens else f", ahead={self.ahead:g}, behind={self.behind:g}"
+        behind = "None" if math.isinf(self.behind) else f"{self.behind:g}"
+        room = "" if self.widens else f", ahead={self.ahead:g}, behind={behind}"
         return f"SampleToInsertRatio({self.samples_per_insert:g}, min_size_to_sample={self.min_size}{room})"
 
 
@@ -189,6 +190,47 @@ def _check_fits(lanes: Lanes, limit: RateLimit) -> None:
             "this store was made by an engram that had no rate limiter: `engram convert` copies its rows to a new one, "
             "whose users can wait for each other"
         )
+
+
+class RateFigures(NamedTuple):
+    """What a store knows of its bound, and of the waits for it.
+
+    Attributes:
+        limit: the bound, as it is written.
+        written: rows that were written since the counts began; what was stored then is among them.
+        drawn: rows that were drawn since then.
+        left: rows that may be drawn before more are written.
+        waited_insert_s, waited_sample_s: seconds that those who write, and those who sample, waited, all together.
+    """
+
+    limit: str
+    written: int
+    drawn: int
+    left: int
+    waited_insert_s: float
+    waited_sample_s: float
+
+    @property
+    def samples_per_insert(self) -> float | None:
+        """Rows drawn for each row written; None: none was."""
+        return self.drawn / self.written if self.written > 0 else None
+
+    def __str__(self) -> str:
+        each = "" if self.samples_per_insert is None else f" ({self.samples_per_insert:.4g} for each)"
+        return (
+            f"{self.limit}: {self.drawn:,} rows drawn of {self.written:,} written{each}, {self.left:,} more may be "
+            f"before the next write; waited {self.waited_insert_s:.1f} s to write, {self.waited_sample_s:.1f} s to draw"
+        )
+
+
+def rate_figures(store: _native.Store) -> RateFigures | None:
+    """The figures of a store; None: its users keep no bound."""
+    limit, counts, waits = limit_of(store), store.rate_counts, store.waits
+    if limit is None or counts is None:
+        return None
+    written, drawn, stored, budget = counts
+    room = min(budget + limit.ahead, float(_native.FIRST_REPLACED)) if stored >= limit.min_size else 0.0
+    return RateFigures(str(limit), written, drawn, max(0, math.floor(room)), waits[1] / 1e9, waits[3] / 1e9)
 
 
 # ---- waiting ----

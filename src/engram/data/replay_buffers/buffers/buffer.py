@@ -39,8 +39,8 @@ from engram.data.replay_buffers.buffers.stats import (
     BatchCount,
     BufferStats,
     count_steps,
+    draws_of,
     observation_shares_of,
-    rate_figures,
     shown_content,
     writers_of,
 )
@@ -578,9 +578,9 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             n = _chosen_batch_size(self._batch_size, batch_size)
         if n > MANY_ROWS:
             parts.reader.check_room(n)
-        taken, watched = 0, parts.flow.watched
+        give_back, watched = None, parts.flow.watched
         if wait is not None or timeout is not None or (watched is not None and watched.is_limited):
-            taken = parts.waits.take(n, wait, timeout)
+            give_back = parts.waits.take(n, wait, timeout)
         try:
             if parts.prefetcher is not None:
                 batch, info = parts.prefetcher.sample(n, return_info or parts.tracks_generations)
@@ -595,7 +595,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             if as_numpy:
                 batch = as_arrays(batch)
         except BaseException as error:
-            parts.waits.give_back(taken)
+            if give_back is not None:
+                give_back()
             if isinstance(error, MemoryError):
                 raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
             raise
@@ -616,11 +617,12 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 self._raise_failure()
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
-            taken = parts.waits.take(self._batch_size, None, None)
+            give_back = parts.waits.take(self._batch_size, None, None)
             try:
                 batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
             except BaseException as error:
-                parts.waits.give_back(taken)
+                if give_back is not None:
+                    give_back()
                 if isinstance(error, EpochOverError):
                     return
                 raise
@@ -748,7 +750,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             writers=writers_of(storage),
             compact=observation_shares_of(storage),
             removed=storage.lanes.store.removed_rows,
-            **rate_figures(storage.lanes.store),
+            **draws_of(storage),
         )
 
     @overload

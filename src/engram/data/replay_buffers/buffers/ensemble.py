@@ -77,7 +77,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
         members = _members(rbs, storages, samplers, writers, batch_size)
         if collate_fns is not None and len(collate_fns) != len(members):
             raise ValueError(f"{len(members)} members, {len(collate_fns)} collate_fns; give one for each")
-        for name in ("storage", "sampler", "writer", "shared", "dim_extend"):
+        for name in ("storage", "sampler", "writer", "shared", "dim_extend", "rate_limiter"):
             if name in kwargs:
                 raise TypeError(f"{name} is the members'; an ensemble takes no {name}")
         self._members = members
@@ -163,6 +163,11 @@ class ReplayBufferEnsemble(ReplayBuffer):
             draws=self._handed_out.batches,
             episodes=None if None in episodes else sum(n or 0 for n in episodes),
             removed=sum(one.removed for one in members),
+            samples=sum(one.samples or 0 for one in members)
+            if any(one.samples is not None for one in members)
+            else None,
+            waited_insert_s=sum(one.waited_insert_s for one in members),
+            waited_sample_s=sum(one.waited_sample_s for one in members),
         )
 
     def empty(self, empty_write_count: bool = True) -> None:
@@ -174,6 +179,14 @@ class ReplayBufferEnsemble(ReplayBuffer):
             self._transform.empty()
 
     # ---- not here ----
+    @property
+    def rate_limiter(self) -> None:
+        """None: each member has its own, which counts, and holds, what is drawn from it."""
+
+    @rate_limiter.setter
+    def rate_limiter(self, limiter: Any) -> NoReturn:
+        raise TypeError("rate_limiter is the members'; an ensemble takes none: rb[i].rate_limiter = ...")
+
     def add(self, data: Any, *others: Never) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("add(...)")

@@ -14,10 +14,11 @@ from engram._arguments import describe
 from engram._generator import Generator
 from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.buffers.in_place import change_entries
-from engram.data.replay_buffers.buffers.waiting import Waits
+from engram.data.replay_buffers.buffers.waiting import Waits, WaitsOfMembers
 from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.reading.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of, user_object
+from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from engram.data.replay_buffers.samplers.epochs import check_full_batches
 from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
@@ -95,7 +96,10 @@ class BufferParts(StorageUser):
         if settings.priority_key is not None and plan.takes_priorities:
             priorities = GivenPriorities(storage, sampler, settings.priority_key)
         #: How callers wait for others, and, before each draw, whether draws are bound.
-        self.waits = Waits(storage, sampler)
+        if isinstance(sampler, SamplerEnsemble):
+            self.waits: Waits = WaitsOfMembers(storage, sampler, members, bool(settings.prefetch))
+        else:
+            self.waits = Waits(storage, sampler)
         self.flow = self.waits.flow
         self.batch_writer = BatchWriter(
             storage, writer, sampler, plan, transform, self.time_dim, priorities, self.waits

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import engram._native as _native
 from engram._figures import ReadAsMapping
 from engram._system import human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of
@@ -12,6 +11,7 @@ from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
+from engram.store.flow import rate_figures
 from engram.store.observation_shares import ObservationShares
 from engram.store.writers import WriterShare, writer_shares
 
@@ -112,14 +112,17 @@ def writers_of(storage: Storage) -> tuple[WriterShare, ...]:
         return storage.access.validated(lambda: writer_shares(storage.lanes.store))
 
 
-def rate_figures(store: _native.Store) -> dict[str, Any]:
-    """What a store knows of draws and waits, as `BufferStats` has it."""
-    counts, waits = store.rate_counts, store.waits
-    drawn: dict[str, Any] = {}
-    if counts is not None:
-        written, samples = counts[:2]
-        drawn = {"samples": samples, "samples_per_insert": samples / written if written > 0 else None}
-    return {**drawn, "waited_insert_s": waits[1] / 1e9, "waited_sample_s": waits[3] / 1e9}
+def draws_of(storage: Storage) -> dict[str, Any]:
+    """What `BufferStats` has of draws and waits."""
+    figures = rate_figures(storage.lanes.store)
+    if figures is None:
+        return {}
+    return {
+        "samples": figures.drawn,
+        "samples_per_insert": figures.samples_per_insert,
+        "waited_insert_s": figures.waited_insert_s,
+        "waited_sample_s": figures.waited_sample_s,
+    }
 
 
 def _counted(storage: Storage, index: EpisodeIndex) -> StepCount:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from engram.store.flow import Flow, RateLimit, Wait, is_let_through, limit_of, nobody_else, writers_shown
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.samplers.base import Sampler
+    from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
 
@@ -34,8 +37,10 @@ class Waits:
         self.failure: BaseException | None = None
 
     # ---- who samples ----
-    def take(self, n: int, wait: bool | None, timeout: float | None) -> int:
-        """Counts n rows as drawn, as soon as they may be; returns how many: 0 where nothing is bound.
+    def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
+        """Counts n rows as drawn, as soon as they may be.
+
+        Returns: gives them back where they are not drawn after all; None: nothing was counted.
 
         Args:
             wait: False: not at all; None: for the bound of the store; True: also until the sampler has a batch.
@@ -46,10 +51,10 @@ class Waits:
             TimeoutError: they may not be drawn until then.
             ValueError: no batch of so many rows may ever be drawn.
         """
-        deadline = _deadline(timeout)
+        deadline = deadline_of(timeout)
         limit = self._limit()
         if limit is None and wait is None and deadline is None:
-            return 0
+            return None
         for_rows = wait is True or deadline is not None
         self._check_batch(n, limit)
 
@@ -66,7 +71,7 @@ class Waits:
                 raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")
         else:
             self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
-        return n if self._limit() is not None else 0
+        return None if self._limit() is None else functools.partial(self._give_back, n)
 
     def can_take(self, n: int) -> bool:
         """Whether n rows may be drawn now."""
@@ -78,9 +83,8 @@ class Waits:
         counts = self._storage.lanes.store.rate_counts
         return counts is None or (counts[2] >= limit.min_size and counts[3] - n >= -self._ahead(n, limit))
 
-    def give_back(self, n: int) -> None:
-        """Rows that were counted, and are not drawn after all."""
-        if n and self._limit() is not None:
+    def _give_back(self, n: int) -> None:
+        if self._limit() is not None:
             self._storage.lanes.store.give_back_samples(n)
 
     def _check_batch(self, n: int, limit: RateLimit | None) -> None:
@@ -122,7 +126,7 @@ class Waits:
             store = self._storage.lanes.store
             return not store.is_limited or store.may_insert() or (stop is not None and stop())
 
-        self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(_deadline(timeout))
+        self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(deadline_of(timeout))
 
     # ---- both ----
     def _limit(self) -> RateLimit | None:
@@ -192,11 +196,76 @@ class Waits:
         )
 
 
+class _FlowOfMembers:
+    """What an ensemble looks at before each draw: whether a member's draws are bound."""
+
+    def __init__(self, flows: Sequence[Flow]) -> None:
+        self._flows = flows
+
+    @property
+    def watched(self) -> _FlowOfMembers | None:
+        return self if any(flow.watched is not None for flow in self._flows) else None
+
+    @property
+    def is_limited(self) -> bool:
+        return any(flow.watched is not None and flow.watched.is_limited for flow in self._flows)
+
+
+class WaitsOfMembers(Waits):
+    """The waits of an ensemble: each member's bound counts, and holds, what is drawn from it.
+
+    Args:
+        members: the buffers.
+        prefetch: whether batches are prepared ahead.
+    """
+
+    def __init__(self, storage: Storage, sampler: SamplerEnsemble, members: Sequence[Any], prefetch: bool) -> None:
+        super().__init__(storage, sampler)
+        self._ensemble, self._prefetch = sampler, prefetch
+        own = zip(members, sampler.members, strict=True)
+        self._of_members = [Waits(rb.storage, of_member) for rb, of_member in own]
+        self.flow: Any = _FlowOfMembers([waits.flow for waits in self._of_members])
+
+    def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
+        if self.flow.watched is None or not self.flow.is_limited:
+            return super().take(n, wait, timeout)
+        if self._prefetch:
+            raise ValueError(
+                "an ensemble of buffers with rate limiters draws each batch when it is wanted: make it without prefetch"
+            )
+        with self._ensemble.lock:
+            ids, each = self._ensemble.choose_ahead(n)
+        deadline, taken = deadline_of(timeout), contextlib.ExitStack()
+
+        def forget() -> None:
+            with self._ensemble.lock:
+                self._ensemble.forget_ahead(n, ids)
+
+        taken.callback(forget)
+        try:
+            for i in ids:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if give_back := self._of_members[i].take(each, wait, left):
+                    taken.callback(give_back)
+        except BaseException:
+            taken.close()
+            raise
+        return taken.close
+
+    def can_take(self, n: int) -> bool:
+        each = n // self._ensemble.num_buffer_sampled
+        weights = self._ensemble.p or [1.0] * len(self._of_members)
+        return all(waits.can_take(each) for waits, weight in zip(self._of_members, weights, strict=True) if weight > 0)
+
+    def _limit(self) -> RateLimit | None:
+        return None
+
+
 def _rows(n: int) -> str:
     return f"{n:,} more row{'' if n == 1 else 's'}"
 
 
-def _deadline(timeout: float | None) -> float | None:
+def deadline_of(timeout: float | None) -> float | None:
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout >= 0:

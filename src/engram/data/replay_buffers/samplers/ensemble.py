@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import copy
 import itertools
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +80,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         self.sample_from_all = sample_from_all
         self.num_buffer_sampled = count_or_none(num_buffer_sampled, "num_buffer_sampled") or len(samplers)
         self._uniform = torch.empty(self.num_buffer_sampled, dtype=torch.float64, device="cpu")
+        self._chosen: deque[tuple[int, list[int]]] = deque()  # of batches whose members were asked before
         self.p = p
 
     @property
@@ -126,6 +129,11 @@ class SamplerEnsemble(Sampler, built_in=True):
             ValueError: the batch size does not divide.
         """
         self.check_batch_size(batch_size)
+        if self._chosen and self._chosen[0][0] == batch_size:
+            return self._chosen.popleft()[1], batch_size // self.num_buffer_sampled
+        return self._choose(batch_size)
+
+    def _choose(self, batch_size: int) -> tuple[list[int], int]:
         n = self.num_buffer_sampled
         if self.sample_from_all:
             return list(range(n)), batch_size // n
@@ -135,6 +143,27 @@ class SamplerEnsemble(Sampler, built_in=True):
             with drawing:
                 drawn = self._uniform.uniform_(generator=generator).tolist()
         return [min(bisect.bisect_right(self._bounds, u), self._last) for u in drawn], batch_size // n
+
+    def choose_ahead(self, batch_size: int) -> tuple[list[int], int]:
+        """As `choose`, of a batch that is drawn later: `choose` gives the same then. The caller holds the lock.
+
+        Raises:
+            TypeError: a child's own `choose` would not.
+        """
+        if type(self).choose is not SamplerEnsemble.choose:
+            raise TypeError(
+                f"{type(self).__name__} chooses members by a method of its own, and they have rate limiters, which are "
+                "asked before: leave `choose` as it is, or the limiters out"
+            )
+        self.check_batch_size(batch_size)
+        ids, each = self._choose(batch_size)
+        self._chosen.append((batch_size, ids))
+        return ids, each
+
+    def forget_ahead(self, batch_size: int, ids: list[int]) -> None:
+        """A batch that was chosen ahead is not drawn after all, if it was not yet. The caller holds the lock."""
+        with contextlib.suppress(ValueError):
+            self._chosen.remove((batch_size, ids))
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether all members that may be drawn can give their parts."""
