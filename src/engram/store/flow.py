@@ -123,6 +123,8 @@ class Flow:
         if limit is None and self.limit is None:
             return
         lanes = self._rows.lanes
+        if lanes.store.read_only:
+            raise StorageError("this store is open for reading only: who writes to it sets its rate limiter")
         if limit is not None:
             _check_fits(lanes, limit)
         if self._is_written:
@@ -263,14 +265,14 @@ class Wait(NamedTuple):
         lacks: says who waits for what.
         hopeless: why nobody can end it, and what to do; "": somebody may.
         ended: why it ends without what it waited for; "": it goes on.
-        note: is told the seconds that it lasts, some at a time, and whether they are the first.
+        note: is told the seconds that it lasts, some at a time.
     """
 
     ready: Callable[[], bool]
     lacks: Callable[[], str]
     hopeless: Callable[[], str]
     ended: Callable[[], str]
-    note: Callable[[float, bool], None]
+    note: Callable[[float], None]
 
     def __call__(self, deadline: float | None) -> None:
         """Waits until it is `ready`.
@@ -283,7 +285,7 @@ class Wait(NamedTuple):
             return
         began = noted = time.monotonic()
         pause, warning = _PAUSE, began + _FIRST_WARNING
-        self.note(0.0, True)
+        self.note(0.0)
         try:
             while True:
                 now = time.monotonic()
@@ -297,14 +299,14 @@ class Wait(NamedTuple):
                     warn_user(f"{now - began:.0f} s by now: {self.lacks()}", RuntimeWarning)
                     warning = now + _NEXT_WARNINGS
                 if now - noted > _NOTED_EACH:
-                    self.note(now - noted, False)
+                    self.note(now - noted)
                     noted = now
                 time.sleep(pause if deadline is None else max(0.0, min(pause, deadline - now)))
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 if self.ready():
                     return
         finally:
-            self.note(time.monotonic() - noted, False)
+            self.note(time.monotonic() - noted)
 
 
 def nobody_else(lanes: Lanes) -> bool:

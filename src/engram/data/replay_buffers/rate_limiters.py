@@ -124,6 +124,8 @@ class SampleToInsertRatio(RateLimiter):
             after = math.inf
         elif not isinstance(behind, EllipsisType):
             after = _at_least_0(behind, "behind")
+        if not before + after > 0:
+            raise ValueError("ahead and behind must be more than 0 together: no batch could ever be drawn")
         super().__init__(RateLimit(ratio, least, before, after, widens))
 
 

@@ -142,11 +142,13 @@ class Waits:
     def _wait(
         self, ready: Callable[[], bool], lacks: Callable[[], str], hopeless: Callable[[Lanes], str], *, inserts: bool
     ) -> Wait:
-        storage = self._storage
+        storage, is_noted = self._storage, False
 
-        def note(seconds: float, begins: bool) -> None:
+        def note(seconds: float) -> None:
+            nonlocal is_noted
             if storage.initialized:
-                storage.lanes.store.note_wait(inserts, int(1e9 * seconds), begins)
+                storage.lanes.store.note_wait(inserts, int(1e9 * seconds), not is_noted)
+                is_noted = True
 
         return Wait(
             ready, lacks, lambda: hopeless(storage.lanes) if nobody_else(storage.lanes) else "", self._end, note
