@@ -25,7 +25,7 @@ from engram.data.replay_buffers import (
     UpdateResult,
     iter_trajectories,
 )
-from engram.data.replay_buffers.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
+from engram.data.replay_buffers.buffers.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from engram.data.replay_buffers.samplers import (
     DrawTotals,
     PrioritizedSampler,

@@ -66,8 +66,7 @@ class Flow:
 
     Attributes:
         named: what this process was told; None: it takes over what the store has.
-        watched: what says by `is_limited` whether draws are bound, and is looked at before each; None: nobody can
-            bind them.
+        watched: the store, where its draws may be bound: it is asked (`is_limited`) before each; None: they cannot be.
         conflict: why this process may neither write nor sample: others keep another bound than it was told; "".
     """
 
@@ -76,32 +75,31 @@ class Flow:
         self.watched: Any = None
         self.conflict = ""
         self._rows: TableRows
-        self._is_written = self._is_elsewhere = False
+        self._counts_late = False
         self._told: bytes | None = None  # the store that was told the bound
 
-    def use(self, rows: TableRows, *, is_written: bool, is_elsewhere: bool) -> None:
+    def use(self, rows: TableRows, *, counts_late: bool) -> None:
         """These are the rows from now on. Errors as `name`.
 
         Args:
-            is_elsewhere: a user's class keeps them, whose counters are not to be made before it is asked for rows.
+            counts_late: their counters are made when they are asked for, which may not be before there are rows.
         """
-        self._rows, self._is_written, self._is_elsewhere, self.conflict = rows, is_written, is_elsewhere, ""
-        if is_written and self.named is not None:
-            self._agree(rows.lanes, self.named)
+        self._rows, self._counts_late, self.conflict = rows, counts_late, ""
+        if self.named is not None:
+            self._agree(self.named)
         self._watch()
 
     @property
     def limit(self) -> RateLimit | None:
         """The bound that is kept; None: there is none."""
-        if not self._is_written or (self._is_elsewhere and self.named is None):
-            return self.named
-        return limit_of(self._rows.lanes.store)
+        return None if self._counts_late and self.named is None else limit_of(self._rows.lanes.store)
 
     def name(self, limit: RateLimit) -> None:
-        """Tells the store, as soon as there is one, the bound of a buffer that uses it.
+        """Tells the store the bound of a buffer that uses it.
 
         Raises:
-            ValueError: another buffer of this process named another one; or so many rows are never stored at once.
+            ValueError: another buffer of this process, or another process, named another one; or so many rows are never
+                stored at once.
             StorageError: the store was made by an engram that had no rate limiter.
         """
         if self.named is not None and not self.named.is_as(limit):
@@ -109,12 +107,10 @@ class Flow:
                 f"this storage keeps {self.named}, which a buffer of it was made with, and not {limit}: give both the "
                 "same, or change it for all by `rb.rate_limiter = ...`"
             )
-        _check_fits(self._rows.lanes, limit)
-        if self._is_written:
-            self._agree(self._rows.lanes, limit)
-            conflict, self.conflict = self.conflict, ""
-            if conflict:
-                raise ValueError(conflict)
+        self._agree(limit)
+        conflict, self.conflict = self.conflict, ""
+        if conflict:
+            raise ValueError(conflict)
         self.named = limit
         self._watch()
 
@@ -127,30 +123,30 @@ class Flow:
             raise StorageError("this store is open for reading only: who writes to it sets its rate limiter")
         if limit is not None:
             _check_fits(lanes, limit)
-        if self._is_written:
-            with lanes.settling():
-                lanes.store.set_rate_limit(limit)
-            self._told = lanes.store.store_id
+        with _settling(lanes):
+            lanes.store.set_rate_limit(limit)
+        self._told = lanes.store.store_id
         self.named, self.conflict = limit, ""
         self._watch()
 
     def _watch(self) -> None:
-        if not self._is_written:
-            self.watched = None if self.named is None else _Unwritten
-        elif self._is_elsewhere and self.named is None:
+        if self._counts_late and self.named is None:
             self.watched = None
-        else:  # in memory that is private to this process nobody else sets one
-            lanes = self._rows.lanes
-            may_be = lanes.store.is_limited or lanes.locks is not None
-            self.watched = lanes.store if may_be and lanes.store.can_limit and not lanes.store.read_only else None
+            return
+        lanes = self._rows.lanes
+        store = lanes.store
+        # In memory that is private to this process nobody else sets one.
+        may_be = store.can_limit and not store.read_only and (store.is_limited or lanes.locks is not None)
+        self.watched = store if may_be else None
 
-    def _agree(self, lanes: Lanes, named: RateLimit) -> None:
+    def _agree(self, named: RateLimit) -> None:
         """Tells the store what this process was told, or finds that others keep another bound."""
+        lanes = self._rows.lanes
         store = lanes.store
         if store.read_only or self._told == store.store_id:
             return
         _check_fits(lanes, named)
-        with lanes.settling():
+        with _settling(lanes):
             kept = limit_of(store)
             if kept is None or (not kept.is_as(named) and not _is_open_elsewhere(lanes)):
                 store.set_rate_limit(named)
@@ -163,16 +159,16 @@ class Flow:
         self._told = store.store_id
 
 
-class _Unwritten:
-    """What is watched of a table without rows, for which a bound is named: who samples looks by the slower way."""
-
-    is_limited = True
-
-
 def limit_of(store: _native.Store) -> RateLimit | None:
     """The bound that the users of a store keep; None: none."""
     kept = store.rate_limit
     return None if kept is None else RateLimit(kept[0], int(kept[1]), *kept[2:])
+
+
+def _settling(lanes: Lanes) -> contextlib.AbstractContextManager[None]:
+    """A block in which no other process decides what all users of these rows keep to."""
+    lanes.use()
+    return contextlib.nullcontext() if lanes.locks is None else lanes.locks.settling()
 
 
 def _is_open_elsewhere(lanes: Lanes) -> bool:
@@ -237,7 +233,8 @@ def rate_figures(store: _native.Store) -> RateFigures | None:
 
 # ---- waiting ----
 class _OfThread(threading.local):
-    is_let_through = False
+    def __init__(self) -> None:
+        self.is_let_through = False
 
 
 _of_thread = _OfThread()

@@ -367,11 +367,6 @@ class Lanes:
             if self.held is not None or self._released is not None:
                 self.store.mark_seam(0)
 
-    def settling(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which no other process decides what all users of these rows keep to."""
-        self.use()
-        return contextlib.nullcontext() if self.locks is None else self.locks.settling()
-
     # ---- removing ----
     def remove(self, slots: Tensor, generation: Tensor) -> int:
         """Removes rows, which are never drawn again until others take their places; returns how many.

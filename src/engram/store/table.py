@@ -209,8 +209,7 @@ class Table:
             self.lanes = here
             here.on_join = functools.partial(_bind_again, weakref.ref(self))
         rows.bind(self.native)
-        is_written = rows is not self._unwritten
-        self.flow.use(rows, is_written=is_written, is_elsewhere=is_written and here is None)
+        self.flow.use(rows, counts_late=here is None and rows is not self._unwritten)
         if self.flow.conflict:
             self.native.unbind()  # so that each use looks, and says why
 

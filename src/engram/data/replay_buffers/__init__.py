@@ -4,10 +4,11 @@ A part that is public in its package (`samplers`, `storages`, `writers`, ...) is
 """
 
 from engram._advice import advise_on_names
-from engram.data.replay_buffers import rate_limiters, samplers, scheduler, storages, utils, writers
+from engram.data.replay_buffers import samplers, scheduler, storages, utils, writers
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer
 from engram.data.replay_buffers.buffers.conditional import UpdateResult
 from engram.data.replay_buffers.buffers.ensemble import ReplayBufferEnsemble
+from engram.data.replay_buffers.buffers.rate_limiters import MinSize, RateLimiter, SampleToInsertRatio
 from engram.data.replay_buffers.buffers.stats import BufferStats
 from engram.data.replay_buffers.buffers.tensordict import (
     PrioritizedReplayBuffer,
@@ -23,7 +24,6 @@ from engram.data.replay_buffers.checkpointers import (
     StorageEnsembleCheckpointer,
     TensorStorageCheckpointer,
 )
-from engram.data.replay_buffers.rate_limiters import *  # noqa: F403
 from engram.data.replay_buffers.samplers import *  # noqa: F403
 from engram.data.replay_buffers.scheduler import *  # noqa: F403
 from engram.data.replay_buffers.storages import *  # noqa: F403
@@ -36,10 +36,13 @@ __all__ = [
     "FlatStorageCheckpointer",
     "H5StorageCheckpointer",
     "ListStorageCheckpointer",
+    "MinSize",
     "NestedStorageCheckpointer",
     "PrioritizedReplayBuffer",
+    "RateLimiter",
     "ReplayBuffer",
     "ReplayBufferEnsemble",
+    "SampleToInsertRatio",
     "StorageCheckpointerBase",
     "StorageEnsembleCheckpointer",
     "TensorDictPrioritizedReplayBuffer",
@@ -49,7 +52,6 @@ __all__ = [
     "UpdateResult",
     "iter_trajectories",
 ]
-__all__ += rate_limiters.__all__
 __all__ += samplers.__all__
 __all__ += scheduler.__all__
 __all__ += storages.__all__

@@ -34,6 +34,7 @@ from engram.data.replay_buffers.buffers.delayed import delay, is_delayed
 from engram.data.replay_buffers.buffers.in_place import as_index, grid_index, in_index_order, is_int
 from engram.data.replay_buffers.buffers.parts import BufferParts, Entries, PartSettings
 from engram.data.replay_buffers.buffers.publishing import DrawCounts, StatsPublisher
+from engram.data.replay_buffers.buffers.rate_limiters import RateLimiter, as_limit, limiter_of
 from engram.data.replay_buffers.buffers.removal import RowBlock, remove_at, remove_where
 from engram.data.replay_buffers.buffers.stats import (
     BatchCount,
@@ -45,7 +46,6 @@ from engram.data.replay_buffers.buffers.stats import (
     writers_of,
 )
 from engram.data.replay_buffers.buffers.waiting import SHUT_DOWN
-from engram.data.replay_buffers.rate_limiters import RateLimiter, as_limit, limiter_of
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object

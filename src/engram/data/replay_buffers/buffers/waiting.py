@@ -61,10 +61,10 @@ class Waits:
         def ready() -> bool:
             if for_rows and not self._sampler.can_sample(self._storage, n):
                 return False
-            limit = self._limit()
-            if limit is None:
+            if self._limit() is None:
                 return for_rows
-            return self._storage.initialized and self._storage.lanes.store.take_samples(n)
+            store = self._storage.lanes.store
+            return store.raise_rate_limit(n) and store.take_samples(n)
 
         if wait is False:
             if limit is not None and not ready():
@@ -78,7 +78,7 @@ class Waits:
         limit = self._limit()
         if limit is None:
             return True
-        if not self._storage.initialized or self._batch_is_too_large(n, limit):
+        if self._batch_is_too_large(n, limit):
             return False
         counts = self._storage.lanes.store.rate_counts
         return counts is None or (counts[2] >= limit.min_size and counts[3] - n >= -self._ahead(n, limit))
@@ -88,15 +88,11 @@ class Waits:
             self._storage.lanes.store.give_back_samples(n)
 
     def _check_batch(self, n: int, limit: RateLimit | None) -> None:
-        if limit is None:
-            return
-        if self._batch_is_too_large(n, limit):
+        if limit is not None and self._batch_is_too_large(n, limit):
             raise ValueError(
                 f"a batch of {n} rows is more than {limit} ever lets samplers draw at once: its error_buffer allows "
                 f"ahead + behind = {limit.ahead + limit.behind:g}. Make it larger, or the batch smaller"
             )
-        if limit.widens and self._storage.initialized:
-            self._storage.lanes.store.raise_rate_limit(n)
 
     @staticmethod
     def _batch_is_too_large(n: int, limit: RateLimit) -> bool:
@@ -137,18 +133,18 @@ class Waits:
         lanes = self._storage.lanes  # which looks whether another process has made the store
         if flow.conflict:
             raise ValueError(flow.conflict)
-        return limit_of(lanes.store) if self._storage.initialized else flow.named
+        return limit_of(lanes.store)
 
     def _wait(
         self, ready: Callable[[], bool], lacks: Callable[[], str], hopeless: Callable[[Lanes], str], *, inserts: bool
     ) -> Wait:
-        storage, is_noted = self._storage, False
+        storage, noted = self._storage, b""
 
         def note(seconds: float) -> None:
-            nonlocal is_noted
-            if storage.initialized:
-                storage.lanes.store.note_wait(inserts, int(1e9 * seconds), not is_noted)
-                is_noted = True
+            nonlocal noted
+            store = storage.lanes.store
+            store.note_wait(inserts, int(1e9 * seconds), store.store_id != noted)  # another process may have made one
+            noted = store.store_id
 
         return Wait(
             ready, lacks, lambda: hopeless(storage.lanes) if nobody_else(storage.lanes) else "", self._end, note
@@ -161,7 +157,7 @@ class Waits:
 
     def _lacks_rows(self, n: int) -> str:
         limit, lanes = self._limit(), self._storage.lanes
-        if limit is None or not self._storage.initialized or (counts := lanes.store.rate_counts) is None:
+        if limit is None or (counts := lanes.store.rate_counts) is None:
             return f"sample waits for rows: {len(lanes):,} are stored, too few for a batch of {n}{writers_shown(lanes)}"
         written, drawn, stored, budget = counts
         if stored < limit.min_size:

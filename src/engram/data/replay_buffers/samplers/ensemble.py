@@ -18,6 +18,7 @@ from engram import _forms as forms
 from engram._checks import count_or_none
 from engram._copies import refuse_what_stays
 from engram._generator import Generator
+from engram._overrides import overrides
 from engram._system import drawing
 from engram.data.replay_buffers.samplers.base import (
     Sampler,
@@ -150,7 +151,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         Raises:
             TypeError: a child's own `choose` would not.
         """
-        if type(self).choose is not SamplerEnsemble.choose:
+        if "choose" in overrides(type(self), SamplerEnsemble):
             raise TypeError(
                 f"{type(self).__name__} chooses members by a method of its own, and they have rate limiters, which are "
                 "asked before: leave `choose` as it is, or the limiters out"
