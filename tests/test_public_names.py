@@ -18,7 +18,8 @@ BUFFERS = SCHEDULERS | {
     "StorageEnsemble", "StorageEnsembleCheckpointer", "TED2Flat", "TED2Nested", "TensorDictMaxValueWriter",
     "TensorDictPrioritizedReplayBuffer", "TensorDictReplayBuffer", "TensorDictRoundRobinWriter",
     "TensorStorage", "TensorStorageCheckpointer", "Writer", "WriterEnsemble",
-    "BufferStats", "DrawTotals", "MinSize", "RateLimiter", "SampleToInsertRatio", "Trajectory", "UpdateResult", "find_start_stop_traj", "iter_trajectories",
+    "BufferStats", "DrawTotals", "MinSize", "RateLimiter", "SampleToInsertRatio",
+    "Trajectory", "UpdateResult", "find_start_stop_traj", "iter_trajectories",
 }  # fmt: skip
 TRANSFORMS = {
     "ActionScaling", "CatFrames", "CatTensors", "CenterCrop", "ClipTransform", "Compose", "DTypeCastTransform",
