@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
+import engram
 from contracts.waiting import NEVER, comes
 from engram.data import (
     LazyMemmapStorage,
@@ -698,6 +699,25 @@ def test_counts_are_saved_and_loaded_with_the_rows(tmp_path):
     plain.dumps(tmp_path / "plain")
     rb.loads(tmp_path / "plain")
     assert counts(rb) == (4, 0, 10)  # without a debt
+
+
+@pytest.mark.parametrize(
+    "limiter",
+    [
+        SampleToInsertRatio(2.0, 4),
+        SampleToInsertRatio(1.0, error_buffer=8),
+        SampleToInsertRatio(1, behind=None),
+        MinSize(3),
+    ],
+    ids=repr,
+)
+def test_a_buffer_that_is_made_anew_from_a_checkpoint_has_its_limiter_and_counts(tmp_path, limiter):
+    rb = buffer(limiter)
+    rb.extend(rows(10))
+    rb.sample()
+    rb.dumps(tmp_path)
+    again = engram.load(tmp_path)
+    assert again.rate_limiter == limiter and counts(again) == counts(rb)
 
 
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))], ids=["copy", "pickle"])

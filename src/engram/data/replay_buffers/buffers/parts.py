@@ -14,6 +14,7 @@ from engram._arguments import describe
 from engram._generator import Generator
 from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.buffers.in_place import change_entries
+from engram.data.replay_buffers.buffers.rate_limiters import described_limit
 from engram.data.replay_buffers.buffers.waiting import Waits, WaitsOfMembers
 from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.reading.reader import BatchReader, Member
@@ -210,7 +211,7 @@ class BufferParts(StorageUser):
         settings, transforms = self.settings, self.transform.transforms
         missing = ["the collate_fn"] if settings.collate_fn is not None else []
         missing += ["the hooks of its checkpointer"] if has_hooks(self.storage.checkpointer) else []
-        others = {
+        others: dict[str, Any] = {
             "prefetch": settings.prefetch or None,
             "dim_extend": settings.dim_extend,
             "pin_memory": settings.pin_memory,
@@ -218,6 +219,8 @@ class BufferParts(StorageUser):
         }
         if settings.priority_key is not None:
             others["priority_key"] = settings.priority_key
+        if (limit := self.storage.access.table.flow.limit) is not None:
+            others["rate_limiter"] = described_limit(limit)
         return {
             "kind": kind,
             "batch_size": batch_size,

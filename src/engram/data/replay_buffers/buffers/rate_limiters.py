@@ -6,6 +6,7 @@ import math
 from types import EllipsisType
 from typing import Any
 
+from engram import _forms as forms
 from engram._checks import count
 from engram.store.flow import RateLimit
 
@@ -144,6 +145,29 @@ def as_limit(given: Any) -> RateLimit | None:
 def limiter_of(limit: RateLimit | None) -> RateLimiter | None:
     """What would be given for such a bound."""
     return None if limit is None else RateLimiter(limit)
+
+
+#: A bound as JSON, which has no infinity: the fields of `RateLimit`, None for any number of rows.
+DESCRIBED_LIMIT = forms.record(
+    {
+        "samples_per_insert": forms.number, "min_size": forms.integer(1), "ahead": forms.nullable(forms.number),
+        "behind": forms.nullable(forms.number), "widens": forms.boolean,
+    }
+)  # fmt: skip
+
+
+def described_limit(limit: RateLimit) -> dict[str, Any]:
+    """A bound as JSON."""
+    return {name: None if value == math.inf else value for name, value in limit._asdict().items()}
+
+
+def limiter_described(saved: dict[str, Any]) -> RateLimiter:
+    """What `described_limit` described, which is of this form. ValueError: no limiter is so."""
+    numbers: dict[str, Any] = {name: math.inf if value is None else value for name, value in saved.items()}
+    limit = RateLimit(**numbers)
+    if not (limit.samples_per_insert > 0 and limit.ahead + limit.behind > 0):
+        raise ValueError(f"no rate limiter is {saved!r:.200}")
+    return RateLimiter(limit)
 
 
 def _number(value: Any, name: str) -> float:

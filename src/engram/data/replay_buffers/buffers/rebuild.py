@@ -20,6 +20,7 @@ from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.snapshot import PART, open_snapshot
 from engram.data.replay_buffers import checkpointers, samplers, storages, writers
 from engram.data.replay_buffers.buffers.buffer import ReplayBuffer
+from engram.data.replay_buffers.buffers.rate_limiters import DESCRIBED_LIMIT, limiter_described
 from engram.data.replay_buffers.buffers.tensordict import (
     PrioritizedReplayBuffer,
     TensorDictPrioritizedReplayBuffer,
@@ -112,6 +113,7 @@ _SETTINGS = forms.arguments(
     {
         "prefetch": forms.nullable(forms.integer(0, 1 << 20)), "dim_extend": forms.nullable(forms.integer(0, 64)),
         "pin_memory": forms.boolean, "track_generations": forms.boolean, "priority_key": forms.key,
+        "rate_limiter": DESCRIBED_LIMIT,
     },
 )  # fmt: skip
 _OF_STORAGE = forms.record({"kind": forms.text, "arguments": forms.nullable(forms.mapping_of(forms.anything))})
@@ -243,6 +245,8 @@ class _Parts:
         self._settings = {**description["settings"]}
         if not issubclass(self._cls, TensorDictReplayBuffer):
             self._settings.pop("priority_key", None)
+        if (limit := self._settings.pop("rate_limiter", None)) is not None:
+            self._settings["rate_limiter"] = limiter_described(limit)
         missing += description["missing"]
         self._sampler = self._made_sampler(description["sampler"], sampler, missing)
         self._writer = self._made_writer(writer, missing)
