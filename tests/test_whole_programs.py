@@ -165,8 +165,10 @@ def test_ppo_of_the_same_seeds_takes_the_same_actions_as_the_loop_by_hand(vector
         ours = torch.cat([batch[env] for batch in batches])
         n = len(rows["action"])
         assert n > settings.steps * (settings.batches - 1)
-        for key in ("observation", "action", "log_prob", "value"):
+        for key in ("observation", "action"):
             assert np.array_equal(rows[key], ours[key][:n].numpy()), key
+        for key in ("log_prob", "value"):  # a matrix product's last bit depends on where its rows lie, on some CPUs
+            np.testing.assert_allclose(rows[key], ours[key][:n].numpy(), rtol=1e-4, atol=1e-6, err_msg=key)
         assert np.array_equal(rows["reward"], ours["next", "reward"][:n, 0].numpy())
         assert np.array_equal(rows["done"], ours["next", "done"][:n, 0].numpy())
 

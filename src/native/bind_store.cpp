@@ -285,8 +285,8 @@ static void set_rate_limit(const Store& store, std::optional<std::tuple<double, 
   limiter.set({samples_per_insert, min_size, ahead, behind, widens});
 }
 static void note_wait(const Store& store, bool inserts, uint64_t ns, bool begins) {
-  if (store.read_only() || !store.lanes.can_remove()) return;
   store.check_file();
+  if (store.read_only() || !store.lanes.can_remove()) return;
   Flow& flow = store.lanes.flow();
   if (begins) (inserts ? flow.insert_waits : flow.sample_waits).fetch_add(1, std::memory_order_relaxed);
   (inserts ? flow.insert_waited_ns : flow.sample_waited_ns).fetch_add(ns, std::memory_order_relaxed);
@@ -924,7 +924,7 @@ void bind_store(nb::module_& m) {
       .def("removed_bits", &removed_bits, "lane"_a, "start"_a, "stop"_a)
       .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)
       // ---- who waits for whom ----
-      .def_prop_ro("is_limited", [](const Store& s) { return s.lanes.is_limited(); })
+      .def_prop_ro("is_limited", [](const Store& s) { s.check_file(); return s.lanes.is_limited(); })
       .def_prop_ro("can_limit", [](const Store& s) { return s.lanes.can_remove(); })
       // Samples per insert, rows from which on, how far samplers may be ahead and behind, whether these two widen; None: no bound.
       .def_prop_ro("rate_limit", [](const Store& s) -> std::optional<std::tuple<double, double, double, double, bool>> {
