@@ -939,8 +939,11 @@ void bind_store(nb::module_& m) {
         s.check_file();
         return !must_wait(s.lanes);
       })
-      .def("raise_rate_limit", [](const Store& s, uint64_t n) { return writable_limiter(s).raise_to(n); }, "n"_a)
-      .def("take_samples", [](const Store& s, uint64_t n) { return writable_limiter(s).take(n); }, "n"_a)
+      // 1: n rows were counted as drawn; 0: nobody counts them; -1: they may not be drawn now.
+      .def("take_samples", [](const Store& s, uint64_t n) {
+        s.check_file();
+        return !s.lanes.is_limited() ? 0 : writable_limiter(s).take(n) ? 1 : -1;
+      }, "n"_a)
       .def("give_back_samples", [](const Store& s, uint64_t n) { writable_limiter(s).give_back(n); }, "n"_a)
       .def("restore_rate_counts", [](const Store& s, uint64_t inserts, uint64_t samples) {
         writable_limiter(s).restore(inserts, samples);

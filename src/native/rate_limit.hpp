@@ -56,6 +56,7 @@ class RateLimiter {
   }
   // Counts n rows as drawn; false: there are not so many draws to give, and nothing was counted.
   bool take(uint64_t n) const {
+    if (static_cast<double>(n) > word(2) && !raise_to(n)) return false;
     if (static_cast<double>(stored()) < word(1)) return false;
     for (uint64_t drawn = samples();;) {
       if (budget(drawn) - static_cast<double>(n) < -word(2)) return false;

@@ -112,7 +112,12 @@ def test_data_are_given_under_the_name_that_torchrl_has(cls, arguments, names):
     assert numbers(rb[:]) == [0, 1, 2]
     if "update_tensordict_priority" in names:
         rb.update_tensordict_priority(data=rb.sample(2).set("td_error", torch.ones(2)))
-    assert list(inspect.signature(cls.extend).parameters)[1:] == [names["extend"], "others", "update_priority", "timeout"]
+    assert list(inspect.signature(cls.extend).parameters)[1:] == [
+        names["extend"],
+        "others",
+        "update_priority",
+        "timeout",
+    ]
 
 
 def test_a_prioritized_buffer_has_its_sampler_and_takes_no_other():

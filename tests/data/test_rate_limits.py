@@ -661,7 +661,7 @@ def test_who_only_reads_draws_without_counting(tmp_path):
     with pytest.raises(StorageError):
         reader.rate_limiter = MinSize(1)
     with pytest.raises((ValueError, StorageError)):
-        reader.storage.lanes.store.take_samples(4)
+        reader.storage.lanes.store.set_rate_limit(None)
     reader.storage.close()
 
 

@@ -122,7 +122,9 @@ def test_an_ensemble_sums_its_members():
     both = ReplayBufferEnsemble(*members, batch_size=4)
     both.sample()
     one, other = (member.stats() for member in members)
-    assert both.stats()[:9] == (12, one.bytes + other.bytes, 20, 12, 1, 3, (), None, 0) and one.draws == other.draws == 0
+    assert (
+        both.stats()[:9] == (12, one.bytes + other.bytes, 20, 12, 1, 3, (), None, 0) and one.draws == other.draws == 0
+    )
 
 
 def test_observer_counts_its_draws(tmp_path):

@@ -66,7 +66,8 @@ class Flow:
 
     Attributes:
         named: what this process was told; None: it takes over what the store has.
-        watched: the store, where its draws may be bound: it is asked (`is_limited`) before each; None: they cannot be.
+        watched: the store, where its draws may be bound: it is asked (`take_samples`) before each; None: they cannot
+            be.
         conflict: why this process may neither write nor sample: others keep another bound than it was told; "".
     """
 
@@ -137,7 +138,7 @@ class Flow:
         store = lanes.store
         # In memory that is private to this process nobody else sets one.
         may_be = store.can_limit and not store.read_only and (store.is_limited or lanes.locks is not None)
-        self.watched = store if may_be else None
+        self.watched = _Refusing if self.conflict else store if may_be else None
 
     def _agree(self, named: RateLimit) -> None:
         """Tells the store what this process was told, or finds that others keep another bound."""
@@ -157,6 +158,14 @@ class Flow:
                 )
                 return
         self._told = store.store_id
+
+
+class _Refusing:
+    """What is watched where others keep another bound: the slower way to draw says so."""
+
+    @staticmethod
+    def take_samples(n: int) -> int:
+        return -1
 
 
 def limit_of(store: _native.Store) -> RateLimit | None:

@@ -578,9 +578,11 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             n = _chosen_batch_size(self._batch_size, batch_size)
         if n > MANY_ROWS:
             parts.reader.check_room(n)
-        give_back, watched = None, parts.flow.watched
-        if wait is not None or timeout is not None or (watched is not None and watched.is_limited):
-            give_back = parts.waits.take(n, wait, timeout)
+        counted: Any = None
+        if wait is not None or timeout is not None:
+            counted = parts.waits.take(n, wait, timeout)
+        elif (watched := parts.flow.watched) is not None and (taken := watched.take_samples(n)):
+            counted = n if taken > 0 else parts.waits.take(n, None, None)
         try:
             if parts.prefetcher is not None:
                 batch, info = parts.prefetcher.sample(n, return_info or parts.tracks_generations)
@@ -595,8 +597,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             if as_numpy:
                 batch = as_arrays(batch)
         except BaseException as error:
-            if give_back is not None:
-                give_back()
+            parts.waits.undo(counted)
             if isinstance(error, MemoryError):
                 raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
             raise
@@ -617,12 +618,11 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 self._raise_failure()
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
-            give_back = parts.waits.take(self._batch_size, None, None)
+            counted = parts.waits.take(self._batch_size, None, None)
             try:
                 batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
             except BaseException as error:
-                if give_back is not None:
-                    give_back()
+                parts.waits.undo(counted)
                 if isinstance(error, EpochOverError):
                     return
                 raise

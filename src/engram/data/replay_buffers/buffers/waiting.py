@@ -63,8 +63,7 @@ class Waits:
                 return False
             if self._limit() is None:
                 return for_rows
-            store = self._storage.lanes.store
-            return store.raise_rate_limit(n) and store.take_samples(n)
+            return self._storage.lanes.store.take_samples(n) >= 0
 
         if wait is False:
             if limit is not None and not ready():
@@ -82,6 +81,13 @@ class Waits:
             return False
         counts = self._storage.lanes.store.rate_counts
         return counts is None or (counts[2] >= limit.min_size and counts[3] - n >= -self._ahead(n, limit))
+
+    def undo(self, counted: int | Callable[[], None] | None) -> None:
+        """Gives back n rows that were counted, or what `take` counted, where they are not drawn after all."""
+        if callable(counted):
+            counted()
+        elif counted:
+            self._give_back(counted)
 
     def _give_back(self, n: int) -> None:
         if self._limit() is not None:
@@ -204,9 +210,9 @@ class _FlowOfMembers:
     def watched(self) -> _FlowOfMembers | None:
         return self if any(flow.watched is not None for flow in self._flows) else None
 
-    @property
-    def is_limited(self) -> bool:
-        return any(flow.watched is not None and flow.watched.is_limited for flow in self._flows)
+    def take_samples(self, n: int) -> int:
+        """-1: a member is asked before its rows are drawn, which `WaitsOfMembers.take` does; 0: none is."""
+        return -1 if any(flow.watched is not None and flow.limit is not None for flow in self._flows) else 0
 
 
 class WaitsOfMembers(Waits):
@@ -225,7 +231,7 @@ class WaitsOfMembers(Waits):
         self.flow: Any = _FlowOfMembers([waits.flow for waits in self._of_members])
 
     def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
-        if self.flow.watched is None or not self.flow.is_limited:
+        if self.flow.watched is None or not self.flow.take_samples(n):
             return super().take(n, wait, timeout)
         if self._prefetch:
             raise ValueError(
