@@ -9,7 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from tensordict import TensorDictBase
 
@@ -24,6 +24,12 @@ from engram.processes.worker import CLOSE_TIMEOUT
 _PATIENCE = 10.0  # seconds that a caller who has held the thread waits for its turn, while others hold it
 
 
+class AwaitRoom(Protocol):
+    """`ReplayBuffer.await_room`."""
+
+    def __call__(self, *, stop: Callable[[], bool]) -> None: ...
+
+
 class Abandoned(BaseException):
     """Raised in the thread where it waits for workers that the caller does not wait for any more."""
 
@@ -31,8 +37,10 @@ class Abandoned(BaseException):
 class BackgroundThread:
     """Calls `collect` in a thread until it returns False; pauses and ends between two calls.
 
-    `finish` completes what `collect` has begun ahead; it is called before each pause and at the end. Both are methods
-    of a collector, which the thread does not keep alive. An error ends the thread, is logged at once, and is raised by
+    `finish` completes what `collect` has begun ahead; it is called before each pause and at the end. Before each call
+    `room` is asked what waits until there is room for it (None: there is): then the thread is between two calls, and
+    it leaves the wait, to which it comes back, for whoever pauses or ends it. All are methods of a collector, which the
+    thread does not keep alive. An error, also of the wait, ends the thread, is logged at once, and is raised by
     `raise_failure`; `report` gets it, too, and None as soon as it is raised.
     """
 
@@ -40,10 +48,12 @@ class BackgroundThread:
         self,
         collect: Callable[[], bool],
         finish: Callable[[], None],
+        room: Callable[[], AwaitRoom | None],
         report: Callable[[BaseException | None], None],
         name: str,
     ) -> None:
         self._collect, self._finish = weakref.WeakMethod(collect), weakref.WeakMethod(finish)
+        self._room = weakref.WeakMethod(room)
         self._report = weakref.WeakMethod(report)
         self._name = name
         self._thread: threading.Thread | None = None
@@ -168,6 +178,18 @@ class BackgroundThread:
                 self._turn.notify_all()
 
     def _may_collect(self) -> bool:
+        """Waits until nobody holds the thread, and there is room for a batch; False: it is to end."""
+        self._give_way()
+        while not self._is_stopping and (await_room := self._call_room()) is not None:
+            await_room(stop=self._is_wanted)
+            self._give_way()
+        return not self._is_stopping
+
+    def _is_wanted(self) -> bool:
+        """Whether there is something else to do than to wait for room."""
+        return bool(self._holds) or self._is_stopping or self._collect() is None
+
+    def _give_way(self) -> None:
         if self._holds or self._is_stopping:
             self._call_finish()
             with self._turn:
@@ -175,7 +197,10 @@ class BackgroundThread:
                 self._turn.notify_all()
                 self._turn.wait_for(lambda: self._is_stopping or not self._is_between)
                 self._is_between = False
-        return not self._is_stopping
+
+    def _call_room(self) -> AwaitRoom | None:
+        room = self._room()
+        return None if room is None else room()
 
     def _call_report(self, failure: BaseException | None) -> None:
         if (report := self._report()) is not None:
@@ -215,6 +240,7 @@ class BackgroundCollector:
     batches: int
     frames_per_batch: int
     replay_buffer: Any
+    _awaited: ReplayBuffer[Any] | None = None  # the buffer, where batches wait for its samplers before they are begun
     _background: BackgroundThread | None = None
     _failure: BaseException | None = None  # to be raised by the next call
     _episodes: EpisodeStats
@@ -307,14 +333,16 @@ class BackgroundCollector:
         self._refuse_if_shut_down()
         if self._background is None:
             name = f"the background thread of {type(self).__name__}"
-            self._background = BackgroundThread(self._collect_next, self._finish_batches, self._report_failure, name)
+            self._background = BackgroundThread(
+                self._collect_next, self._finish_batches, self._room_for_next, self._report_failure, name
+            )
         self._background.start()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """`with collector.pause():` a block in which nothing is collected; begun batches are in the buffer.
 
-        Between two pauses at least a batch is collected.
+        Between two pauses at least a batch is collected, if the replay buffer's rate limiter leaves room for one.
         """
         with self._between_batches():
             yield
@@ -348,10 +376,35 @@ class BackgroundCollector:
 
     def _collect_next(self) -> bool:
         """Collects a batch in the background; False where there is nothing left to do."""
-        if 0 <= self.total_frames <= self.frames:
+        if self._has_all_frames:
             return False
         self.rollout()
         return True
+
+    @property
+    def _has_all_frames(self) -> bool:
+        return 0 <= self.total_frames <= self.frames
+
+    # ---- room in the buffer, where a rate limiter is ----
+    def _room_for_next(self) -> AwaitRoom | None:
+        """In the background: what waits until the next batch may be begun; None: it may, or there is none."""
+        return None if self._has_all_frames else self._room()
+
+    def _room(self) -> AwaitRoom | None:
+        """What waits until batches may be begun; None: they may."""
+        buffer = self._awaited
+        return None if buffer is None or buffer.has_room else buffer.await_room
+
+    def _await_room(self) -> None:
+        """Waits until a batch may be begun; the background thread, which must not wait in a call, has done so."""
+        if self._background is not None and self._background.is_current:
+            return
+        if (await_room := self._room()) is not None:
+            await_room(stop=self._refuse_shut_down)
+
+    def _refuse_shut_down(self) -> bool:
+        self._refuse_if_shut_down()  # by another thread
+        return False
 
     def _report_failure(self, failure: BaseException | None) -> None:
         """Tells the replay buffer of the error that has ended collecting, and None when it is raised."""

@@ -208,6 +208,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         self._update_at_each_batch = update_at_each_batch
         self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
+        self._awaited = replay_buffer if isinstance(replay_buffer, ReplayBuffer) else None
         self._waits_for_copies = not no_cuda_sync
         self._is_finishing = False  # no batches are asked for
         self._failure: WorkerError | None = None  # to be raised once the batches that came before it are handed out
@@ -328,6 +329,7 @@ class MultiCollector(PooledCollector, HasSpaces):
         with self._counted_batch():
             if self._failure is None:
                 self._refuse_if_shut_down()
+                self._await_room()
                 with self._shut_down_on_error():
                     if self._update_at_each_batch:
                         self.update_policy_weights_()
@@ -815,6 +817,7 @@ class MultiSyncDataCollector(MultiCollector):
         traj_format: as in `SyncDataCollector`.
         replay_buffer: gets each batch; iterating then yields None. Workers write into it themselves where its storage
             is shared (`shared=True`, or mapped) and not for one writer (`lanes=1`); else the batches come here first.
+            With a `rate_limiter` workers begin their batches as soon as samplers leave room, and write them as a whole.
         update_at_each_batch: calls `update_policy_weights_()` before each batch.
         track_policy_version: int64 `("collector", "policy_version")` says which weights acted.
         preemptive_threshold: a fraction of the workers, 0 to 1: when so many (one at least) have their batch, the
@@ -964,7 +967,8 @@ class MultiaSyncDataCollector(MultiCollector):
     """Worker processes that collect all the time; each batch is one worker's, in the order in which they are ready.
 
     A worker goes on while its batch waits and while the caller learns, up to two batches ahead: a batch may have been
-    made with weights that are two updates old. Batches are `[time]`, or `[envs, time]`, of
+    made with weights that are two updates old; one batch, where a `rate_limiter` of the replay buffer has those who
+    write wait. Batches are `[time]`, or `[envs, time]`, of
     `frames_per_batch` frames, rounded up to whole rows. Trajectory ids count in the order in which batches are handed
     out. Batches that were collected at the end and not handed out are lost.
 
@@ -1022,12 +1026,19 @@ class MultiaSyncDataCollector(MultiCollector):
         return results
 
     def _request_batches(self) -> None:
+        ahead = 1 if self._is_bounded else self._ahead  # of several, only the first were begun where there is room
         for k, member in enumerate(self._members):
             waiting = sum(1 for result in self._arrived if result.worker == k)
-            for _ in range(self._ahead - member.pending - waiting):
+            for _ in range(ahead - member.pending - waiting):
                 if self._has_enough_under_way():
                     return
                 self._post_collect(k)
+
+    @property
+    def _is_bounded(self) -> bool:
+        """Whether a rate limiter lets those who write wait."""
+        limiter = None if self._awaited is None else self._awaited.rate_limiter
+        return limiter is not None and math.isfinite(limiter.limit.behind)
 
     def _has_enough_under_way(self) -> bool:
         """Whether no more batches are begun: what is in the buffer counts, and `total_frames` are not to be exceeded.

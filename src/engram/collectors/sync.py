@@ -64,6 +64,7 @@ from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
 from engram.pytree import key_path
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
+from engram.store.flow import let_through
 from engram.transforms.base import Deferred, FrameStacks
 from engram.transforms.trajectory import StepCounter
 
@@ -311,7 +312,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         cudagraph_policy: a policy on a GPU acts in a `tensordict.nn.CudaGraphModule`; a dict gives its arguments.
             Without effect on the CPU.
         replay_buffer: gets each batch by `extend`; iterating then yields None. A buffer whose storage has one
-            dimension gets the steps of several environments one environment after the other.
+            dimension gets the steps of several environments one environment after the other. With a `rate_limiter`
+            a batch is begun as soon as samplers leave room, and then written as a whole.
         no_cuda_sync: copies to `storing_device` are not waited for.
         compact_obs: True leaves the observations under `next` out of the batches. Those after the last step of a batch
             and of an episode are in no batch then; the storages' `compact=` saves as much memory and keeps them.
@@ -395,6 +397,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
         self.postproc = checked_postproc(postproc)
         self.replay_buffer = replay_buffer
         self._writer = None if replay_buffer is None else buffer_writer(replay_buffer)
+        self._awaited = replay_buffer if isinstance(replay_buffer, ReplayBuffer) else None
         self.pre_collect_hook, self.post_collect_hook = pre_collect_hook, post_collect_hook
         self._compile_policy, self._cudagraph_policy = compile_policy, cudagraph_policy
         self._failure: BaseException | None = None  # to be raised before anything else is collected
@@ -496,6 +499,8 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             self._refuse_if_shut_down()
         if self._failure is not None:
             self._raise_failure()
+        if self._awaited is not None and not self._awaited.has_room:
+            self._await_room()
         try:
             batch = self._next_batch()
         except BaseException as error:
@@ -876,7 +881,8 @@ class BufferWriter:
     """Writes batches into `replay_buffer`, in the shape that its storage has.
 
     Where new trajectories begin it marks a seam before the next row, so that no sampled slice joins it with a row that
-    anybody wrote before. Steps that the buffer's transforms hold back are written before the seam.
+    anybody wrote before. Steps that the buffer's transforms hold back are written before the seam. With a rate limiter
+    nothing waits here: a collector waits before it begins a batch, where it can be paused and nothing is lost.
     """
 
     def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
@@ -894,13 +900,19 @@ class BufferWriter:
         storage = self.replay_buffer.storage
         batch = _with_ndim(batch, storage.ndim)
         if not self._needs_seam:
-            self.replay_buffer.extend(batch)
+            with let_through():
+                self.replay_buffer.extend(batch)
             return
-        with storage.mutex:  # no row of another thread between seam and batch
+        with storage.mutex, let_through():  # no row of another thread between seam and batch
             self.replay_buffer.flush_transforms()
             storage.mark_seam()
             self.replay_buffer.extend(batch)
         self._needs_seam = False
+
+    def flush(self) -> None:
+        """Writes the steps that the buffer's transforms hold back."""
+        with let_through():
+            self.replay_buffer.flush_transforms()
 
     def write_steps(self, steps: Steps) -> None:
         """As `write`; makes no batch where columns can be copied into the rows of the storage."""

@@ -197,7 +197,7 @@ class CollectorProcess:
                         raise self._failure
         finally:
             if self._writer is not None:
-                self._writer.replay_buffer.flush_transforms()  # steps that transforms hold back
+                self._writer.flush()  # steps that transforms hold back
             self._env.close()
 
     def attach_buffer(self, replay_buffer: Any, ids: SharedCounter) -> None:

@@ -451,6 +451,13 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         self._parts.waits.await_room(timeout, "who writes", stop)
 
     @property
+    def has_room(self) -> bool:
+        """Whether more rows may be written now; `await_room` waits until they may."""
+        parts = self._parts
+        watched = parts.flow.watched
+        return watched is None or not watched.is_limited or parts.waits.has_room()
+
+    @property
     def column_rows(self) -> ColumnRows | None:
         """For collectors: rows to which columns are appended as they are; None where `extend` does more than that."""
         kind: Any = type(self)

@@ -125,10 +125,17 @@ class Waits:
             return
 
         def ready() -> bool:
-            store = self._storage.lanes.store
-            return not store.is_limited or store.may_insert() or (stop is not None and stop())
+            return self._may_insert() or (stop is not None and stop())
 
         self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(deadline_of(timeout))
+
+    def has_room(self) -> bool:
+        """Whether more rows may be written now."""
+        return self._limit() is None or self._may_insert()
+
+    def _may_insert(self) -> bool:
+        store = self._storage.lanes.store
+        return not store.is_limited or store.may_insert()
 
     # ---- both ----
     def _limit(self) -> RateLimit | None:
