@@ -1026,7 +1026,8 @@ class MultiaSyncDataCollector(MultiCollector):
         return results
 
     def _request_batches(self) -> None:
-        ahead = 1 if self._is_bounded else self._ahead  # of several, only the first were begun where there is room
+        # Nobody counts what is begun: a second batch would have room that the first one takes.
+        ahead = 1 if self._is_bounded else self._ahead
         for k, member in enumerate(self._members):
             waiting = sum(1 for result in self._arrived if result.worker == k)
             for _ in range(ahead - member.pending - waiting):
@@ -1036,7 +1037,7 @@ class MultiaSyncDataCollector(MultiCollector):
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether a rate limiter lets those who write wait."""
+        """Whether a rate limiter has those who write wait; `MinSize` does not."""
         limiter = None if self._awaited is None else self._awaited.rate_limiter
         return limiter is not None and math.isfinite(limiter.limit.behind)
 
