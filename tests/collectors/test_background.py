@@ -586,7 +586,9 @@ class Calls:
     """What a background thread does, each time until somebody wants it to pause."""
 
     def __init__(self):
-        self.thread = background.BackgroundThread(self.collect, self.finish, self.report, "the thread of this test")
+        self.thread = background.BackgroundThread(
+            self.collect, self.finish, self.room, self.report, "the thread of this test"
+        )
         self.begun, self.is_inside, self.is_over = threading.Event(), False, False
 
     def collect(self):
@@ -598,6 +600,9 @@ class Calls:
 
     def finish(self):
         pass
+
+    def room(self):
+        return None
 
     def report(self, failure):
         pass

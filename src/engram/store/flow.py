@@ -138,7 +138,7 @@ class Flow:
         store = lanes.store
         # In memory that is private to this process nobody else sets one.
         may_be = store.can_limit and not store.read_only and (store.is_limited or lanes.locks is not None)
-        self.watched = _Refusing if self.conflict else store if may_be else None
+        self.watched = _Refusing() if self.conflict else store if may_be else None
 
     def _agree(self, named: RateLimit) -> None:
         """Tells the store what this process was told, or finds that others keep another bound."""
@@ -161,10 +161,13 @@ class Flow:
 
 
 class _Refusing:
-    """What is watched where others keep another bound: the slower way to draw says so."""
+    """What is watched where others keep another bound: the slower ways to draw and to write say so."""
 
-    @staticmethod
-    def take_samples(n: int) -> int:
+    @property
+    def is_limited(self) -> bool:
+        return True
+
+    def take_samples(self, n: int) -> int:
         return -1
 
 

@@ -217,6 +217,11 @@ class _FlowOfMembers:
     def watched(self) -> _FlowOfMembers | None:
         return self if any(flow.watched is not None for flow in self._flows) else None
 
+    @property
+    def is_limited(self) -> bool:
+        """False: who writes, writes to a member."""
+        return False
+
     def take_samples(self, n: int) -> int:
         """-1: a member is asked before its rows are drawn, which `WaitsOfMembers.take` does; 0: none is."""
         return -1 if any(flow.watched is not None and flow.limit is not None for flow in self._flows) else 0
