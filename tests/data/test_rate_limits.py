@@ -537,14 +537,15 @@ def test_emptying_ends_the_wait_of_who_writes():
     assert results[0].tolist() == [0] and counts(rb) == (1, 0, 1)
 
 
-def test_a_limiter_that_is_taken_away_ends_waits():
+@pytest.mark.parametrize("who", ["sample", "extend"])
+def test_a_limiter_that_is_taken_away_ends_waits(who):
     rb = buffer(SampleToInsertRatio(1.0, 4, ahead=4, behind=4))
-    rb.extend(rows(20))
-    thread, results = in_thread(lambda: rb.extend(rows(1)))
-    assert comes(lambda: waits(rb, inserts=True))
+    rb.extend(rows(3 if who == "sample" else 20))
+    thread, results = in_thread(rb.sample if who == "sample" else lambda: rb.extend(rows(1)))
+    assert comes(lambda: waits(rb, inserts=who == "extend"))
     rb.rate_limiter = None
     end(thread)
-    assert len(results[0]) == 1
+    assert len(results[0]) == (4 if who == "sample" else 1)
 
 
 def test_a_wait_that_lasts_says_who_waits_for_whom(monkeypatch, tmp_path):

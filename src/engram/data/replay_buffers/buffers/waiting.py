@@ -57,20 +57,21 @@ class Waits:
             return None
         for_rows = wait is True or deadline is not None
         self._check_batch(n, limit)
+        taken = 0
 
         def ready() -> bool:
+            nonlocal taken
             if for_rows and not self._sampler.can_sample(self._storage, n):
                 return False
-            if self._limit() is None:
-                return for_rows
-            return self._storage.lanes.store.take_samples(n) >= 0
+            taken = 0 if self._limit() is None else self._storage.lanes.store.take_samples(n)
+            return taken >= 0
 
         if wait is False:
             if limit is not None and not ready():
                 raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")
         else:
             self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
-        return None if self._limit() is None else functools.partial(self._give_back, n)
+        return functools.partial(self._give_back, n) if taken > 0 else None
 
     def can_take(self, n: int) -> bool:
         """Whether n rows may be drawn now."""
