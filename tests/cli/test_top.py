@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from cli.support import episodes, store
 from contracts.children import Child
-from engram.cli import Activity, activity, top
+from engram.cli import Activity, activity, info, top
 from engram.cli.main import command
-from engram.data import LazyMemmapStorage, ReplayBuffer
+from engram.cli.tables import activity_lines
+from engram.data import LazyMemmapStorage, ReplayBuffer, SampleToInsertRatio
 from engram.store.header import StoreFile
 from engram.store.observed import ObservedRows
 
@@ -244,3 +245,18 @@ def test_ranges_of_lanes_are_short(tmp_path: Path):
     from engram.cli.tables import _ranges
 
     assert _ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_a_rate_limiter_is_shown_with_what_was_drawn_and_waited(tmp_path):
+    limiter = SampleToInsertRatio(1.0, 4, error_buffer=8)
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path), batch_size=4, rate_limiter=limiter)
+    rb.extend(torch.arange(10))
+    rb.sample(), rb.sample()
+    [now] = next(looks(tmp_path))
+    assert now.rate == (repr(limiter), 10, 8, 6, 0.0, 0.0) and now.rate.samples_per_insert == 0.8
+    assert json.loads(json.dumps(now.to_json()))["rate"]["drawn"] == 8
+    said = f"{limiter}: 8 rows drawn of 10 written (0.8 for each), 6 more may be before the next write"
+    assert any(said in line for line in activity_lines([now]))
+    assert any(f"rate limiter {said}" in note for note in info(tmp_path).notes)
+    rb.rate_limiter = None
+    assert next(looks(tmp_path))[0].rate is None

@@ -22,6 +22,7 @@ from engram.data import (
     PrioritizedSampler,
     RandomSampler,
     ReplayBuffer,
+    SampleToInsertRatio,
     SliceSampler,
     TensorDictReplayBuffer,
 )
@@ -52,6 +53,17 @@ def wait_for(folder: Path, what: Any) -> Any:
                 return stats
         time.sleep(0.01)
     raise AssertionError(f"not published: {published_stats(folder)}")
+
+
+def test_the_ratio_is_that_of_all_who_sample_where_a_rate_limiter_counts(tmp_path):
+    parts = {"batch_size": 8, "rate_limiter": SampleToInsertRatio(4.0, 10)}
+    rb = ReplayBuffer(
+        storage=LazyMemmapStorage(100, scratch_dir=tmp_path, shared_init=True), publish_stats=True, **parts
+    )
+    rb.extend(torch.arange(20))
+    other = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path, shared_init=True, existsok=True), **parts)
+    rb.sample(), other.sample(), other.sample()
+    assert wait_for(tmp_path, lambda stats: stats.batches == 1 and stats.ratio == 24 / 20).pid == os.getpid()
 
 
 def test_draws_their_ratio_and_ages_are_published(tmp_path):

@@ -21,6 +21,7 @@ import torch
 from engram.data.replay_buffers.samplers.base import Sampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.memmap import LazyMemmapStorage
+from engram.store.flow import rate_figures
 from engram.store.published import Histogram, LearnerFile, LearnerStats
 
 _SECONDS = 1.0  # between two blocks
@@ -89,6 +90,8 @@ class StatsPublisher:
             rate = batch_size * (now.batches - last.batches) / max(now.at - last.at, 1e-9)
             steps = now.written - self._begun.written
             ratio = batch_size * batches / steps if steps > 0 else None
+        if (figures := rate_figures(storage.lanes.store)) is not None:
+            ratio = figures.samples_per_insert  # of all who sample, since the counts began
         ages, effective, priorities = draw_chances(storage, sampler)
         return LearnerStats(
             os.getpid(), time.time(), type(sampler).__name__, batches, batch_size, rate, ratio, ages, effective,
