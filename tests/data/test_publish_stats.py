@@ -56,12 +56,12 @@ def wait_for(folder: Path, what: Any) -> Any:
 
 
 def test_the_ratio_is_that_of_all_who_sample_where_a_rate_limiter_counts(tmp_path):
-    parts = {"batch_size": 8, "rate_limiter": SampleToInsertRatio(4.0, 10)}
-    rb = ReplayBuffer(
-        storage=LazyMemmapStorage(100, scratch_dir=tmp_path, shared_init=True), publish_stats=True, **parts
-    )
+    def opened(**options):
+        storage = LazyMemmapStorage(100, scratch_dir=tmp_path, shared_init=True, existsok=True)
+        return ReplayBuffer(storage=storage, batch_size=8, rate_limiter=SampleToInsertRatio(4.0, 10), **options)
+
+    rb, other = opened(publish_stats=True), opened()
     rb.extend(torch.arange(20))
-    other = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path, shared_init=True, existsok=True), **parts)
     rb.sample(), other.sample(), other.sample()
     assert wait_for(tmp_path, lambda stats: stats.batches == 1 and stats.ratio == 24 / 20).pid == os.getpid()
 

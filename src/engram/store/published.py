@@ -36,8 +36,8 @@ class LearnerStats(NamedTuple):
         batches: batches that it has been handed.
         batch_size: rows of a batch, as its buffer was made with; None: each call says it.
         rate: rows that it drew in a second, since the block before; None where `batch_size` is.
-        ratio: rows drawn for each step written, since the buffer was made, or by all since its rate limiter counts; None
-            where that is not known.
+        ratio: rows drawn for each step written, since the buffer was made, or by all since its rate limiter counts;
+            None where that is not known.
         ages: how many steps ago rows were written that it draws now: deciles, from the youngest to the oldest (11
             numbers); None where the sampler does not say how likely it draws which row.
         effective: how many rows count as much as all stored ones do with their chances: (sum w)^2 / sum w^2.
