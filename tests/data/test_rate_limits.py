@@ -775,3 +775,28 @@ def test_a_thread_that_waits_takes_no_lock_from_others():
     assert rb.remove([3]) == 1 and time.monotonic() - began < NEVER and not results
     rb.shutdown()
     end(thread)
+
+
+# ---- what changes while somebody waits ----
+def _waiting_sampler(rb):
+    thread, results = in_thread(rb.sample)
+    assert comes(lambda: waits(rb, inserts=False))
+    return thread, results
+
+
+def test_a_limiter_that_is_taken_away_ends_the_wait_of_who_samples():
+    rb = buffer(MinSize(8))
+    rb.extend(rows(5))
+    thread, results = _waiting_sampler(rb)
+    rb.rate_limiter = None
+    end(thread)
+    assert results[0].shape == (4,)
+
+
+def test_a_batch_that_another_limiter_never_lets_be_drawn_does_not_wait_for_it():
+    rb = buffer(SampleToInsertRatio(1.0, 4, error_buffer=16), batch_size=16)
+    rb.extend(rows(3))
+    thread, results = _waiting_sampler(rb)
+    rb.rate_limiter = SampleToInsertRatio(1.0, 1, error_buffer=4)
+    end(thread)
+    assert "a batch of 16 rows is more than" in str(results[0])

@@ -63,7 +63,9 @@ class Waits:
             nonlocal taken
             if for_rows and not self._sampler.can_sample(self._storage, n):
                 return False
-            taken = 0 if self._limit() is None else self._storage.lanes.store.take_samples(n)
+            limit = self._limit()
+            self._check_batch(n, limit)  # somebody may have set one that never lets so many be drawn
+            taken = 0 if limit is None else self._storage.lanes.store.take_samples(n)
             return taken >= 0
 
         if wait is False:
