@@ -800,3 +800,11 @@ def test_a_batch_that_another_limiter_never_lets_be_drawn_does_not_wait_for_it()
     rb.rate_limiter = SampleToInsertRatio(1.0, 1, error_buffer=4)
     end(thread)
     assert "a batch of 16 rows is more than" in str(results[0])
+
+
+def test_what_its_sampler_cannot_draw_is_said_though_the_limiter_would_let_it():
+    sampler = SliceSampler(slice_len=8, end_key=("next", "done"), strict_length=True)
+    rb = buffer(MinSize(3), batch_size=8, sampler=sampler, storage=LazyTensorStorage(100, shared=True))
+    rb.extend(rows(5))
+    with pytest.raises(TimeoutError, match="its sampler has no batch of 8 among the 5 rows"):
+        rb.sample(timeout=0.01)

@@ -181,7 +181,13 @@ class Waits:
                 f"sample waits for {_rows(limit.min_size - stored)}: {stored:,} of {limit.min_size:,} are there"
                 f"{writers_shown(lanes)}"
             )
-        lacking = max(1, math.ceil((n - self._ahead(n, limit) - budget) / limit.samples_per_insert))
+        lacking_draws = n - self._ahead(n, limit) - budget
+        if lacking_draws <= 0:
+            return (
+                f"sample waits for rows: its sampler has no batch of {n} among the {stored:,} rows that are stored"
+                f"{writers_shown(lanes)}"
+            )
+        lacking = max(1, math.ceil(lacking_draws / limit.samples_per_insert))
         return (
             f"sample waits for {_rows(lacking)} to be written: {written:,} were, and {drawn:,} drawn; a batch of "
             f"{n} more is above {limit.samples_per_insert:g} for each{writers_shown(lanes)}"
@@ -189,7 +195,7 @@ class Waits:
 
     def _lacks_draws(self, what: str) -> str:
         limit, counts = self._limit(), self._storage.lanes.store.rate_counts
-        if limit is None or counts is None:
+        if limit is None or counts is None or math.isinf(limit.behind):  # somebody has ended or changed it just now
             return f"{what} waits"
         written, drawn, _, budget = counts
         return (
