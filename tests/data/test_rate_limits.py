@@ -808,3 +808,18 @@ def test_what_its_sampler_cannot_draw_is_said_though_the_limiter_would_let_it():
     rb.extend(rows(5))
     with pytest.raises(TimeoutError, match="its sampler has no batch of 8 among the 5 rows"):
         rb.sample(timeout=0.01)
+
+
+def test_a_thread_that_waits_for_a_member_leaves_the_draws_of_others_to_their_members():
+    bound, free = buffer(MinSize(8)), buffer(MinSize(8))
+    free.extend(rows(8))
+    both = ReplayBufferEnsemble(bound, free, batch_size=4, num_buffer_sampled=1, p=[1.0, 0.0])
+    thread, results = in_thread(both.sample)
+    assert comes(lambda: waits(bound, inserts=False))
+    both.sampler.p = [0.0, 1.0]
+    for _ in range(3):
+        assert (both.sample(return_info=True)[1]["buffer_ids"] == 1).all()
+    assert counts(bound)[1] == 0 and counts(free)[1] == 12
+    bound.extend(rows(8))
+    end(thread)
+    assert results[0].numel() == 4 and counts(bound)[1] == 4

@@ -264,7 +264,7 @@ class WaitsOfMembers(Waits):
 
         def forget() -> None:
             with self._ensemble.lock:
-                self._ensemble.forget_ahead(n, ids)
+                self._ensemble.forget_ahead()
 
         taken.callback(forget)
         try:

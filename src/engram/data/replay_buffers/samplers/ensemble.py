@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
 import itertools
 import math
-from collections import deque
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +80,7 @@ class SamplerEnsemble(Sampler, built_in=True):
         self.sample_from_all = sample_from_all
         self.num_buffer_sampled = count_or_none(num_buffer_sampled, "num_buffer_sampled") or len(samplers)
         self._uniform = torch.empty(self.num_buffer_sampled, dtype=torch.float64, device="cpu")
-        self._chosen: deque[tuple[int, list[int]]] = deque()  # of batches whose members were asked before
+        self._chosen: dict[int, list[int]] = {}  # by thread: of its next batch, whose members were asked before
         self.p = p
 
     @property
@@ -130,8 +129,8 @@ class SamplerEnsemble(Sampler, built_in=True):
             ValueError: the batch size does not divide.
         """
         self.check_batch_size(batch_size)
-        if self._chosen and self._chosen[0][0] == batch_size:
-            return self._chosen.popleft()[1], batch_size // self.num_buffer_sampled
+        if self._chosen and (ids := self._chosen.pop(threading.get_ident(), None)) is not None:
+            return ids, batch_size // self.num_buffer_sampled
         return self._choose(batch_size)
 
     def _choose(self, batch_size: int) -> tuple[list[int], int]:
@@ -146,7 +145,9 @@ class SamplerEnsemble(Sampler, built_in=True):
         return [min(bisect.bisect_right(self._bounds, u), self._last) for u in drawn], batch_size // n
 
     def choose_ahead(self, batch_size: int) -> tuple[list[int], int]:
-        """As `choose`, of a batch that is drawn later: `choose` gives the same then. The caller holds the lock.
+        """As `choose`, of a batch that this thread draws next: `choose` gives it the same then.
+
+        The caller holds the lock, and does not keep it until then: others draw meanwhile, from other members.
 
         Raises:
             TypeError: a child's own `choose` would not.
@@ -158,13 +159,12 @@ class SamplerEnsemble(Sampler, built_in=True):
             )
         self.check_batch_size(batch_size)
         ids, each = self._choose(batch_size)
-        self._chosen.append((batch_size, ids))
+        self._chosen[threading.get_ident()] = ids
         return ids, each
 
-    def forget_ahead(self, batch_size: int, ids: list[int]) -> None:
-        """A batch that was chosen ahead is not drawn after all, if it was not yet. The caller holds the lock."""
-        with contextlib.suppress(ValueError):
-            self._chosen.remove((batch_size, ids))
+    def forget_ahead(self) -> None:
+        """What this thread has chosen ahead is not drawn after all, if it was not yet. The caller holds the lock."""
+        self._chosen.pop(threading.get_ident(), None)
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         """Whether all members that may be drawn can give their parts."""
