@@ -823,3 +823,21 @@ def test_a_thread_that_waits_for_a_member_leaves_the_draws_of_others_to_their_me
     bound.extend(rows(8))
     end(thread)
     assert results[0].numel() == 4 and counts(bound)[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [
+        (lambda rb: rb.shutdown(), "was shut down"),
+        (lambda rb: rb.report_failure(ZeroDivisionError("in the environment")), "in the environment"),
+    ],
+    ids=["shutdown", "failure"],
+)
+def test_what_ends_the_waits_of_an_ensemble_ends_those_for_its_members(stop, text):
+    members = [buffer(MinSize(8)) for _ in range(2)]
+    both = ReplayBufferEnsemble(*members, batch_size=4)
+    thread, results = in_thread(both.sample)
+    assert comes(lambda: any(waits(rb, inserts=False) for rb in members))
+    stop(both)
+    end(thread)
+    assert text in str(results[0])

@@ -25,10 +25,11 @@ class Waits:
 
     Args:
         sampler: says whether a batch can be drawn at all.
+        outer: those of an ensemble that this is a member of: what ends them ends these.
     """
 
-    def __init__(self, storage: Storage, sampler: Sampler) -> None:
-        self._storage, self._sampler = storage, sampler
+    def __init__(self, storage: Storage, sampler: Sampler, outer: Waits | None = None) -> None:
+        self._storage, self._sampler, self._outer = storage, sampler, outer
         #: The bound of the rows.
         self.flow: Flow = storage.access.table.flow
         #: Why waits end; "": they go on.
@@ -169,7 +170,7 @@ class Waits:
     def _end(self) -> str:
         if self.failure is not None:
             return f"what filled this buffer in the background has ended with an error: {self.failure!r:.300}"
-        return self.ended
+        return self.ended or ("" if self._outer is None else self._outer._end())
 
     def _lacks_rows(self, n: int) -> str:
         limit, lanes = self._limit(), self._storage.lanes
@@ -248,7 +249,7 @@ class WaitsOfMembers(Waits):
         super().__init__(storage, sampler)
         self._ensemble, self._prefetch = sampler, prefetch
         own = zip(members, sampler.members, strict=True)
-        self._of_members = [Waits(rb.storage, of_member) for rb, of_member in own]
+        self._of_members = [Waits(rb.storage, of_member, self) for rb, of_member in own]
         self.flow: Any = _FlowOfMembers([waits.flow for waits in self._of_members])
 
     def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
