@@ -841,3 +841,32 @@ def test_what_ends_the_waits_of_an_ensemble_ends_those_for_its_members(stop, tex
     stop(both)
     end(thread)
     assert text in str(results[0])
+
+
+@pytest.mark.parametrize("sampler", [SamplerWithoutReplacement(), PrioritizedSampler(100, 0.7, 0.5)], ids=type)
+def test_who_waits_goes_on_with_another_sampler_and_storage_and_ends_at_shutdown(sampler):
+    rb = buffer(MinSize(8))
+    waiting_now = [_waiting_sampler(rb) for _ in range(2)]
+    rb.set_sampler(sampler)
+    rb.set_storage(LazyTensorStorage(50))
+    rb.extend(rows(9))
+    for thread, results in waiting_now:
+        end(thread)
+        assert results[0].shape == (4,)
+    rb.rate_limiter = MinSize(20)
+    thread, results = _waiting_sampler(rb)
+    rb.set_rng(torch.Generator())
+    rb.shutdown()
+    end(thread)
+    assert "was shut down" in str(results[0])
+
+
+def test_who_waits_to_write_ends_at_shutdown_after_parts_were_replaced():
+    rb = buffer(SampleToInsertRatio(1.0, 4, ahead=4, behind=4))
+    rb.extend(rows(20))
+    thread, results = in_thread(lambda: rb.extend(rows(1)))
+    assert comes(lambda: waits(rb, inserts=True))
+    rb.set_sampler(SamplerWithoutReplacement())
+    rb.shutdown()
+    end(thread)
+    assert "was shut down" in str(results[0]) and len(rb) == 20

@@ -588,8 +588,10 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         counted: Any = None
         if wait is not None or timeout is not None:
             counted = parts.waits.take(n, wait, timeout)
+            parts = self._parts  # which may be others by now
         elif (watched := parts.flow.watched) is not None and (taken := watched.take_samples(n)):
             counted = n if taken > 0 else parts.waits.take(n, None, None)
+            parts = self._parts
         try:
             if parts.prefetcher is not None:
                 batch, info = parts.prefetcher.sample(n, return_info or parts.tracks_generations)
@@ -623,9 +625,9 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         while True:
             if self._failure is not None:
                 self._raise_failure()
+            counted = self._parts.waits.take(self._batch_size, None, None)
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
-            counted = parts.waits.take(self._batch_size, None, None)
             try:
                 batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
             except BaseException as error:
@@ -1152,6 +1154,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 raise
             finally:
                 before.close()
+                self._parts.waits.failure = self._failure
+                before.waits.successor = self._parts.waits
         return old
 
     def append_transform(self, transform: TransformLike, *, invert: bool = False) -> Self:

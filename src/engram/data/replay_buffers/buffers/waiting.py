@@ -36,6 +36,8 @@ class Waits:
         self.ended = ""
         #: What has ended who filled the buffer in the background; None: nothing.
         self.failure: BaseException | None = None
+        #: Those of the parts that have taken the place of these, where who waits here goes on; None: none have.
+        self.successor: Waits | None = None
 
     # ---- who samples ----
     def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
@@ -52,7 +54,9 @@ class Waits:
             TimeoutError: they may not be drawn until then.
             ValueError: no batch of so many rows may ever be drawn.
         """
-        deadline = deadline_of(timeout)
+        return self._take(n, wait, deadline_of(timeout))
+
+    def _take(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
         limit = self._limit()
         if limit is None and wait is None and deadline is None:
             return None
@@ -62,6 +66,8 @@ class Waits:
 
         def ready() -> bool:
             nonlocal taken
+            if self.successor is not None:
+                return True
             if for_rows and not self._sampler.can_sample(self._storage, n):
                 return False
             limit = self._limit()
@@ -74,6 +80,8 @@ class Waits:
                 raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")
         else:
             self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
+        if self.successor is not None and taken <= 0:
+            return self.successor._take(n, wait, deadline)
         return functools.partial(self._give_back, n) if taken > 0 else None
 
     def can_take(self, n: int) -> bool:
@@ -125,13 +133,18 @@ class Waits:
         Raises:
             TimeoutError: they may not be written until then. RuntimeError: they never may.
         """
+        self._await_room(deadline_of(timeout), what, stop)
+
+    def _await_room(self, deadline: float | None, what: str, stop: Callable[[], bool] | None) -> None:
         if self._limit() is None or is_let_through():
             return
 
         def ready() -> bool:
-            return self._may_insert() or (stop is not None and stop())
+            return self.successor is not None or self._may_insert() or (stop is not None and stop())
 
-        self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(deadline_of(timeout))
+        self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(deadline)
+        if self.successor is not None:
+            self.successor._await_room(deadline, what, stop)
 
     def has_room(self) -> bool:
         """Whether more rows may be written now."""
