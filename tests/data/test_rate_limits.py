@@ -870,3 +870,12 @@ def test_who_waits_to_write_ends_at_shutdown_after_parts_were_replaced():
     rb.shutdown()
     end(thread)
     assert "was shut down" in str(results[0]) and len(rb) == 20
+
+
+def test_a_storage_that_does_not_fit_the_limiter_is_not_taken():
+    rb = buffer(SampleToInsertRatio(1.0, 50, error_buffer=8))
+    rb.extend(rows(60))
+    before = rb.storage
+    with pytest.raises(ValueError, match="the storage has room for 10"):
+        rb.set_storage(LazyTensorStorage(10))
+    assert rb.storage is before and len(rb.sample()) == 4 and counts(rb) == (60, 4, 60)

@@ -1094,7 +1094,6 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         if collate_fn is not None:
             changed["_collate_fn"] = collate_fn
         old: Storage = self._replace(changed)["_storage"]
-        self._name_limit()
         return old
 
     def share(self, shared: bool = True) -> Self:
@@ -1148,6 +1147,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             vars(self).update(changed)
             try:
                 self._parts = self._join_parts()
+                if "_storage" in changed:
+                    self._name_limit()
             except BaseException:  # the parts do not fit each other
                 vars(self).update(old)
                 self._parts = self._join_parts()
