@@ -879,3 +879,13 @@ def test_a_storage_that_does_not_fit_the_limiter_is_not_taken():
     with pytest.raises(ValueError, match="the storage has room for 10"):
         rb.set_storage(LazyTensorStorage(10))
     assert rb.storage is before and len(rb.sample()) == 4 and counts(rb) == (60, 4, 60)
+
+
+@pytest.mark.parametrize("later", [SampleToInsertRatio(5.0, 4), None], ids=repr)
+def test_what_is_sent_of_a_buffer_keeps_the_bound_that_others_have_set_by_now(tmp_path, later):
+    first, other = mapped(tmp_path, SampleToInsertRatio(2.0, 4)), mapped(tmp_path)
+    first.extend(rows(8))
+    other.rate_limiter = later
+    twin = pickle.loads(pickle.dumps(first))
+    assert twin.rate_limiter == first.rate_limiter == later
+    assert copy.deepcopy(first).rate_limiter == later

@@ -345,6 +345,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         **dict.fromkeys(("_failure", *_ENDED_BY_FAILURE), LEFT_OUT),
         "_handed_out": Computed(lambda buffer: BatchCount()),
         "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
+        # Others may have changed it, or ended it: a copy is not to name the one of before again.
+        "_rate_limit": Computed(lambda buffer: None if buffer._rate_limit is None else buffer._flow.limit),
     }
 
     def _join_parts(self) -> BufferParts:
