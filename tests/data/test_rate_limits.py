@@ -808,6 +808,12 @@ def test_what_its_sampler_cannot_draw_is_said_though_the_limiter_would_let_it():
     rb.extend(rows(5))
     with pytest.raises(TimeoutError, match="its sampler has no batch of 8 among the 5 rows"):
         rb.sample(timeout=0.01)
+    rb.rate_limiter = SampleToInsertRatio(1.0, 3, ahead=8, behind=1)
+    with pytest.raises(TimeoutError, match="among the 5 rows that are stored; writers"):
+        rb.sample(timeout=0.01)
+    rb.extend(rows(2))
+    with pytest.raises(TimeoutError, match=r"among the 7 rows that are stored, and who writes waits for draws: nobody"):
+        rb.sample(timeout=0.01)
 
 
 def test_a_thread_that_waits_for_a_member_leaves_the_draws_of_others_to_their_members():

@@ -197,9 +197,15 @@ class Waits:
             )
         lacking_draws = n - self._ahead(n, limit) - budget
         if lacking_draws <= 0:
+            stands = (
+                ""
+                if lanes.store.may_insert()
+                else ", and who writes waits for draws: nobody goes on. Make min_size_to_sample, or behind, so large "
+                "that there is one among them"
+            )
             return (
                 f"sample waits for rows: its sampler has no batch of {n} among the {stored:,} rows that are stored"
-                f"{writers_shown(lanes)}"
+                f"{stands}{writers_shown(lanes)}"
             )
         lacking = max(1, math.ceil(lacking_draws / limit.samples_per_insert))
         return (
