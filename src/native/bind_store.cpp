@@ -944,6 +944,7 @@ void bind_store(nb::module_& m) {
         s.check_file();
         return !s.lanes.is_limited() ? 0 : writable_limiter(s).take(n) ? 1 : -1;
       }, "n"_a)
+      .def("let_write", [](const Store& s) { writable_limiter(s).let_write(); })
       .def("give_back_samples", [](const Store& s, uint64_t n) { writable_limiter(s).give_back(n); }, "n"_a)
       .def("restore_rate_counts", [](const Store& s, uint64_t inserts, uint64_t samples) {
         writable_limiter(s).restore(inserts, samples);

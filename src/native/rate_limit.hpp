@@ -9,8 +9,9 @@
 //      the look whether they may be, so that of several samplers none sees room that another one takes. A kill in between leaves
 //      draws counted that nobody got: fewer are drawn then, never more. (distributed over tests/data/test_rate_limits.py)
 //   2. Producers look before they write and count nothing: together they are over the bound by one write each.
-//   3. Nobody stands for ever while the others go on: n <= ahead + behind is asked for by who samples (`raise_to`, or an error), and
-//      no producer waits while fewer than min_size rows are stored.
+//   3. Nobody stands for ever while the others go on: n <= ahead + behind is asked for by who samples (`raise_to`, or an error),
+//      no producer waits while fewer than min_size rows are stored, and a sampler that waits for a batch of its own lets more be
+//      written (`let_write`), where nobody said how far it may be behind.
 #pragma once
 #include <algorithm>
 #include <bit>
@@ -54,6 +55,10 @@ class RateLimiter {
       for (size_t i : {2, 3}) raise(flow_.limiter[i], static_cast<double>(n));
     return static_cast<double>(n) <= word(2) + word(3);
   }
+  // Lets more be written for samplers that have no batch among what is stored, if nobody said how far they may be behind.
+  void let_write() const {
+    if (flow_.mode.load(std::memory_order_acquire) & kWidens && !may_insert()) raise(flow_.limiter[3], budget());
+  }
   // Counts n rows as drawn; false: there are not so many draws to give, and nothing was counted.
   bool take(uint64_t n) const {
     if (static_cast<double>(n) > word(2) && !raise_to(n)) return false;
@@ -77,8 +82,8 @@ class RateLimiter {
   uint64_t samples() const { return flow_.samples.load(std::memory_order_acquire); }
   // Continues with the counts of a save.
   void restore(uint64_t inserts, uint64_t samples) const {
+    flow_.samples.store(samples);  // first: who looks in between has fewer to give
     flow_.inserts_base.store(written() - inserts);
-    flow_.samples.store(samples);
   }
   // Rows that can be drawn.
   uint64_t stored() const {

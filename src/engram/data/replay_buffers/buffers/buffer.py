@@ -346,7 +346,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         "_handed_out": Computed(lambda buffer: BatchCount()),
         "_generator": Computed(lambda buffer: _bytes_of(buffer.generator)),
         # Others may have changed it, or ended it: a copy is not to name the one of before again.
-        "_rate_limit": Computed(lambda buffer: None if buffer._rate_limit is None else buffer._flow.limit),
+        "_rate_limit": Computed(lambda buffer: as_limit(buffer.rate_limiter)),
     }
 
     def _join_parts(self) -> BufferParts:

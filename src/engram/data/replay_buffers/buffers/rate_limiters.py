@@ -62,15 +62,16 @@ class SampleToInsertRatio(RateLimiter):
     Rows are counted, not batches: for u updates of `batch_size` rows for each environment step, an update-to-data ratio
     of u, it is `u * batch_size`. With ndim=2 a time step of E environments is E rows. Everybody who opens the store
     keeps the bound, and processes that are to find it there from the start name it, too: one function that makes the
-    buffer, called by all.
+    buffer, called by all. A batch counts with its batch size, also where it has fewer rows, as the last of an epoch.
 
     Args:
         samples_per_insert: rows drawn for each row written.
         min_size_to_sample: rows that must be stored before one is drawn; below it nobody who writes waits.
         error_buffer: rows that may be drawn too early, and rows that may be drawn too late. None: `samples_per_insert`
             times the larger of 16 and a tenth of `min_size_to_sample`, or the largest batch that is asked for, if that
-            is more. A pair is Reverb's: the least and the largest difference between `samples_per_insert` times the
-            rows written, and the rows drawn.
+            is more; and who waits for a batch that the sampler does not have yet (`wait=True`), as one of longer
+            slices, lets more be written. A pair is Reverb's: the least and the largest difference between
+            `samples_per_insert` times the rows written, and the rows drawn.
         ahead: only the first of the two.
         behind: only the second; None: those who write never wait.
 

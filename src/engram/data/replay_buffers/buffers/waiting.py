@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +55,10 @@ class Waits:
             TimeoutError: they may not be drawn until then.
             ValueError: no batch of so many rows may ever be drawn.
         """
-        return self._take(n, wait, deadline_of(timeout))
+        return self.take_until(n, wait, deadline_of(timeout))
 
-    def _take(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
+    def take_until(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
+        """As `take`, until a moment of `time.monotonic`; None: any time."""
         limit = self._limit()
         if limit is None and wait is None and deadline is None:
             return None
@@ -69,6 +71,8 @@ class Waits:
             if self.successor is not None:
                 return True
             if for_rows and not self._sampler.can_sample(self._storage, n):
+                if (limit := self._limit()) is not None and limit.widens:
+                    self._storage.lanes.store.let_write()
                 return False
             limit = self._limit()
             self._check_batch(n, limit)  # somebody may have set one that never lets so many be drawn
@@ -81,7 +85,7 @@ class Waits:
         else:
             self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
         if self.successor is not None and taken <= 0:
-            return self.successor._take(n, wait, deadline)
+            return self.successor.take_until(n, wait, deadline)
         return functools.partial(self._give_back, n) if taken > 0 else None
 
     def can_take(self, n: int) -> bool:
@@ -133,9 +137,10 @@ class Waits:
         Raises:
             TimeoutError: they may not be written until then. RuntimeError: they never may.
         """
-        self._await_room(deadline_of(timeout), what, stop)
+        self.await_room_until(deadline_of(timeout), what, stop)
 
-    def _await_room(self, deadline: float | None, what: str, stop: Callable[[], bool] | None) -> None:
+    def await_room_until(self, deadline: float | None, what: str, stop: Callable[[], bool] | None) -> None:
+        """As `await_room`, until a moment of `time.monotonic`; None: any time."""
         if self._limit() is None or is_let_through():
             return
 
@@ -144,7 +149,7 @@ class Waits:
 
         self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(deadline)
         if self.successor is not None:
-            self.successor._await_room(deadline, what, stop)
+            self.successor.await_room_until(deadline, what, stop)
 
     def has_room(self) -> bool:
         """Whether more rows may be written now."""
@@ -177,13 +182,14 @@ class Waits:
             noted = store.store_id
 
         return Wait(
-            ready, lacks, lambda: hopeless(storage.lanes) if nobody_else(storage.lanes) else "", self._end, note
+            ready, lacks, lambda: hopeless(storage.lanes) if nobody_else(storage.lanes) else "", self.why_ended, note
         )
 
-    def _end(self) -> str:
+    def why_ended(self) -> str:
+        """Why waits end without what they waited for; "": they go on."""
         if self.failure is not None:
             return f"what filled this buffer in the background has ended with an error: {self.failure!r:.300}"
-        return self.ended or ("" if self._outer is None else self._outer._end())
+        return self.ended or ("" if self._outer is None else self._outer.why_ended())
 
     def _lacks_rows(self, n: int) -> str:
         limit, lanes = self._limit(), self._storage.lanes
@@ -288,9 +294,8 @@ class WaitsOfMembers(Waits):
 
         taken.callback(forget)
         try:
-            for i in ids:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                if give_back := self._of_members[i].take(each, wait, left):
+            for i, parts in sorted(Counter(ids).items()):
+                if give_back := self._of_members[i].take_until(parts * each, wait, deadline):
                     taken.callback(give_back)
         except BaseException:
             taken.close()
@@ -298,9 +303,10 @@ class WaitsOfMembers(Waits):
         return taken.close
 
     def can_take(self, n: int) -> bool:
-        each = n // self._ensemble.num_buffer_sampled
+        parts = self._ensemble.num_buffer_sampled
+        most = n // parts if self._ensemble.sample_from_all else n  # all parts may be of one member
         weights = self._ensemble.p or [1.0] * len(self._of_members)
-        return all(waits.can_take(each) for waits, weight in zip(self._of_members, weights, strict=True) if weight > 0)
+        return all(waits.can_take(most) for waits, weight in zip(self._of_members, weights, strict=True) if weight > 0)
 
     def _limit(self) -> RateLimit | None:
         return None
