@@ -426,11 +426,14 @@ def test_a_thread_in_the_background_is_that_of_the_parent(fork):
         def finish(self):
             pass
 
+        def room(self):
+            return None
+
         def report(self, error):
             pass
 
     work = Work()
-    thread = BackgroundThread(work.collect, work.finish, work.report, "the thread of this test")
+    thread = BackgroundThread(work.collect, work.finish, work.room, work.report, "the thread of this test")
     thread.start()
     inside.wait()
 

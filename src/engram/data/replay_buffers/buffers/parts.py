@@ -98,7 +98,7 @@ class BufferParts(StorageUser):
             priorities = GivenPriorities(storage, sampler, settings.priority_key)
         #: How callers wait for others, and, before each draw, whether draws are bound.
         if isinstance(sampler, SamplerEnsemble):
-            self.waits: Waits = WaitsOfMembers(storage, sampler, members, bool(settings.prefetch))
+            self.waits: Waits = WaitsOfMembers(storage, sampler, bool(settings.prefetch))
         else:
             self.waits = Waits(storage, sampler)
         self.flow = self.waits.flow

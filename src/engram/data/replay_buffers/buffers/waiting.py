@@ -266,15 +266,15 @@ class WaitsOfMembers(Waits):
     """The waits of an ensemble: each member's bound counts, and holds, what is drawn from it.
 
     Args:
-        members: the buffers.
+        storage: a `StorageEnsemble`.
         prefetch: whether batches are prepared ahead.
     """
 
-    def __init__(self, storage: Storage, sampler: SamplerEnsemble, members: Sequence[Any], prefetch: bool) -> None:
+    def __init__(self, storage: Any, sampler: SamplerEnsemble, prefetch: bool) -> None:
         super().__init__(storage, sampler)
         self._ensemble, self._prefetch = sampler, prefetch
-        own = zip(members, sampler.members, strict=True)
-        self._of_members = [Waits(rb.storage, of_member, self) for rb, of_member in own]
+        members = zip(storage.storages, sampler.members, strict=True)
+        self._of_members = [Waits(*member, self) for member in members]
         self.flow: Any = _FlowOfMembers([waits.flow for waits in self._of_members])
 
     def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
