@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pytest
     from _typeshed import HasFileno
 
 #: Seconds after which what a test waits for does not come any more, however many programs run beside it.
@@ -48,6 +50,20 @@ def is_taken(lock: Any) -> bool:
 
     with ThreadPoolExecutor(1) as another:
         return another.submit(waits).result()
+
+
+def seems_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on a buffer in private memory takes no thread for one that may sample or write that is there now.
+
+    So a wait that nobody can end is an error at once, whatever threads tests before have left in this process.
+    """
+    left = set(threading.enumerate()) - {threading.main_thread()}
+
+    def nobody_else(lanes: Any) -> bool:
+        others = set(threading.enumerate()) - left - {threading.current_thread()}
+        return lanes.copied_by_fork and not others
+
+    monkeypatch.setattr("engram.data.replay_buffers.buffers.waiting.nobody_else", nobody_else)
 
 
 def can_be_read(file: int | HasFileno, within: float | None = NEVER) -> bool:

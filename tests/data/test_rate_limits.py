@@ -20,8 +20,9 @@ from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import engram
+from contracts.programs import run_program
 from contracts.tiers import in_quick
-from contracts.waiting import NEVER, comes
+from contracts.waiting import NEVER, comes, seems_alone
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
@@ -46,6 +47,11 @@ from engram.store import flow
 from testing.own_parts import PickledStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_size=:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    seems_alone(monkeypatch)
 
 
 def buffer(limiter=None, capacity=100, batch_size=4, **parts):
@@ -926,3 +932,21 @@ def test_what_is_sent_of_a_buffer_keeps_the_bound_that_others_have_set_by_now(tm
     twin = pickle.loads(pickle.dumps(first))
     assert twin.rate_limiter == first.rate_limiter == later
     assert copy.deepcopy(first).rate_limiter == later
+
+
+def test_other_threads_may_end_a_wait_and_those_of_the_library_may_not():
+    done = run_program(
+        """
+        import threading
+        from engram.data import LazyTensorStorage
+        from engram.store.flow import nobody_else
+
+        lanes, stop = LazyTensorStorage(10).lanes, threading.Event()
+        for name in ("engram-prefetch_0", "a learner"):
+            threading.Thread(target=stop.wait, name=name).start()
+            print(nobody_else(lanes))
+        print(nobody_else(LazyTensorStorage(10, shared=True).lanes))
+        stop.set()
+        """
+    )
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr
