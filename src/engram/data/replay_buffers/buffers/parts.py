@@ -219,7 +219,8 @@ class BufferParts(StorageUser):
         }
         if settings.priority_key is not None:
             others["priority_key"] = settings.priority_key
-        if (limit := self.storage.access.table.flow.limit) is not None:
+        # Looked at first: a save of a buffer without limiter makes no call for it.
+        if self.flow.watched is not None and (limit := self.storage.access.table.flow.limit) is not None:
             others["rate_limiter"] = described_limit(limit)
         return {
             "kind": kind,
