@@ -253,9 +253,9 @@ def test_a_rate_limiter_is_shown_with_what_was_drawn_and_waited(tmp_path):
     rb.extend(torch.arange(10))
     rb.sample(), rb.sample()
     [now] = next(looks(tmp_path))
-    assert now.rate == (repr(limiter), 10, 8, 6, 0.0, 0.0) and now.rate.samples_per_insert == 0.8
+    assert now.rate == (repr(limiter), 10, 8, 6, 0.0, 0.0, 8 / 6)
     assert json.loads(json.dumps(now.to_json()))["rate"]["drawn"] == 8
-    said = f"{limiter}: 8 rows drawn of 10 written (0.8 for each), 6 more may be before the next write"
+    said = f"{limiter}: 8 rows drawn of 10 written (1.333 for each after the first), 6 more may be drawn"
     assert any(said in line for line in activity_lines([now]))
     assert any(f"rate limiter {said}" in note for note in info(tmp_path).notes)
     rb.rate_limiter = None

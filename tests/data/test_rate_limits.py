@@ -262,7 +262,9 @@ def test_every_way_to_draw_counts_its_rows_and_waits(way, sampler):
     rb.extend(rows(8))
     DRAWS[way](rb)
     assert counts(rb)[1] == 4
-    with pytest.raises(RuntimeError, match="sample waits for 4 more rows to be written: 8 were, and 4 drawn"):
+    with pytest.raises(
+        RuntimeError, match="sample waits for 4 more rows to be written: 4 were drawn, and 4 more would be above"
+    ):
         DRAWS[way](rb)
     assert counts(rb)[1] == 4
 
@@ -501,7 +503,9 @@ def test_a_wait_ends_when_its_time_is_over_and_nothing_was_counted():
     other.start()
     try:
         before = counts(rb)
-        with pytest.raises(TimeoutError, match="extend waits for 4 more rows to be drawn: 9 were written, and 0 drawn"):
+        with pytest.raises(
+            TimeoutError, match="extend waits for 4 more rows to be drawn: 0 were, more than 4 below 1 x"
+        ):
             rb.extend(rows(1), timeout=0.01)
         with pytest.raises(TimeoutError, match="sample waits for"):
             buffer(MinSize(5)).sample(timeout=0.0)
@@ -615,7 +619,7 @@ def test_who_opens_a_store_finds_its_limiter_and_its_counts(tmp_path):
     first.extend(rows(8))
     assert late.rate_limiter == first.rate_limiter == SampleToInsertRatio(1.0, 4, error_buffer=8)
     late.sample()
-    assert counts(first) == (8, 4, 8) and first.stats().samples_per_insert == 0.5
+    assert counts(first) == (8, 4, 8) and first.stats().samples_per_insert == 1.0
     first.storage.close(), late.storage.close()
     again = mapped(tmp_path)
     assert counts(again) == (8, 4, 8) and again.rate_limiter == SampleToInsertRatio(1.0, 4, error_buffer=8)
@@ -752,6 +756,18 @@ def test_rows_are_counted_of_all_environments(ndim):
     rb = buffer(SampleToInsertRatio(1.0, 4, error_buffer=8), storage=LazyTensorStorage(100, ndim=ndim))
     rb.extend(torch.stack([rows(5), rows(5)]) if ndim == 2 else rows(10))
     assert counts(rb) == (10, 0, 10)
+
+
+def test_rows_are_bound_before_a_thread_that_samples_can_see_them(monkeypatch):
+    rb, seen, use = buffer(MinSize(8)), [], flow.Flow.use
+
+    def used(self, rows, **options):
+        use(self, rows, **options)
+        seen.append((self.limit is not None, rb.storage.access.table.rows is rows))
+
+    monkeypatch.setattr(flow.Flow, "use", used)
+    rb.extend(rows(1))
+    assert seen == [(True, False)]
 
 
 def test_delayed_parts_get_the_limiter_when_they_are_made():

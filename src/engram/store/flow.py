@@ -211,6 +211,7 @@ class RateFigures(NamedTuple):
         drawn: rows that were drawn since then.
         left: rows that may be drawn before more are written.
         waited_insert_s, waited_sample_s: seconds that those who write, and those who sample, waited, all together.
+        samples_per_insert: rows drawn for each row written after those that must be there first; None: there are none.
     """
 
     limit: str
@@ -219,17 +220,15 @@ class RateFigures(NamedTuple):
     left: int
     waited_insert_s: float
     waited_sample_s: float
-
-    @property
-    def samples_per_insert(self) -> float | None:
-        """Rows drawn for each row written; None: none was."""
-        return self.drawn / self.written if self.written > 0 else None
+    samples_per_insert: float | None
 
     def __str__(self) -> str:
-        each = "" if self.samples_per_insert is None else f" ({self.samples_per_insert:.4g} for each)"
+        ratio = self.samples_per_insert
+        each = "" if ratio is None else f" ({ratio:.4g} for each after the first)"
         return (
             f"{self.limit}: {self.drawn:,} rows drawn of {self.written:,} written{each}, {self.left:,} more may be "
-            f"before the next write; waited {self.waited_insert_s:.1f} s to write, {self.waited_sample_s:.1f} s to draw"
+            f"drawn before the next write; waited {self.waited_insert_s:.1f} s to write, "
+            f"{self.waited_sample_s:.1f} s to draw"
         )
 
 
@@ -240,7 +239,9 @@ def rate_figures(store: _native.Store) -> RateFigures | None:
         return None
     written, drawn, stored, budget = counts
     room = min(budget + limit.ahead, float(_native.FIRST_REPLACED)) if stored >= limit.min_size else 0.0
-    return RateFigures(str(limit), written, drawn, max(0, math.floor(room)), waits[1] / 1e9, waits[3] / 1e9)
+    after = written - limit.min_size
+    ratio = drawn / after if after > 0 else None
+    return RateFigures(str(limit), written, drawn, max(0, math.floor(room)), waits[1] / 1e9, waits[3] / 1e9, ratio)
 
 
 # ---- waiting ----
@@ -288,7 +289,7 @@ class Wait(NamedTuple):
 
         Raises:
             TimeoutError: it is not until `deadline`, of `time.monotonic`.
-            RuntimeError: it never will be, or has ended.
+            RuntimeError: it has ended; or, without a deadline, it never will be.
         """
         if self.ready():
             return
@@ -300,7 +301,7 @@ class Wait(NamedTuple):
                 now = time.monotonic()
                 if ended := self.ended():
                     raise RuntimeError(ended)
-                if reason := self.hopeless():
+                if deadline is None and (reason := self.hopeless()):
                     raise RuntimeError(f"{self.lacks()}. {reason}")
                 if deadline is not None and now >= deadline:
                     raise TimeoutError(self.lacks())

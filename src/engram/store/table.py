@@ -199,6 +199,8 @@ class Table:
         if rows.observations is not None and self.compact is None:
             self.compact = Compact.of(rows.observations)
         here = rows.lanes if rows is not self._unwritten and self.place.keeps_rows() else None
+        # Before anybody sees the rows: a thread that samples would find them unbound.
+        self.flow.use(rows, counts_late=here is None and rows is not self._unwritten)
         #: The lanes of rows that lie in the place; None: there are none yet, or a user's class keeps them.
         self._lanes_here: Lanes | None = here
         self._capacity = here.capacity if here is not None and self.size.is_given else None
@@ -209,7 +211,6 @@ class Table:
             self.lanes = here
             here.on_join = functools.partial(_bind_again, weakref.ref(self))
         rows.bind(self.native)
-        self.flow.use(rows, counts_late=here is None and rows is not self._unwritten)
         if self.flow.conflict:
             self.native.unbind()  # so that each use looks, and says why
 

@@ -89,7 +89,7 @@ class SampleToInsertRatio(RateLimiter):
         >>> batches
         2
         >>> rb.stats().samples, rb.stats().samples_per_insert
-        (16, 3.2)
+        (16, 4.0)
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class BufferStats(ReadAsMapping, _Counts):
             what would make them smaller; None of other storages.
         removed: of the stored steps, those that `remove` has taken out: they are not drawn.
         samples: rows that were drawn, by all processes, since the rate limiter began to count; None: there is none.
-        samples_per_insert: that for each row written since then.
+        samples_per_insert: that for each row written since then, after the limiter's first `min_size_to_sample`.
         waited_insert_s, waited_sample_s: seconds that a rate limiter has let those wait who write, and who sample, all
             of them together.
 

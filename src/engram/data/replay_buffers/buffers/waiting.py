@@ -215,8 +215,9 @@ class Waits:
             )
         lacking = max(1, math.ceil(lacking_draws / limit.samples_per_insert))
         return (
-            f"sample waits for {_rows(lacking)} to be written: {written:,} were, and {drawn:,} drawn; a batch of "
-            f"{n} more is above {limit.samples_per_insert:g} for each{writers_shown(lanes)}"
+            f"sample waits for {_rows(lacking)} to be written: {drawn:,} were drawn, and {n} more would be above "
+            f"{limit.samples_per_insert:g} x ({written:,} written - {limit.min_size:,}) + {self._ahead(n, limit):g}"
+            f"{writers_shown(lanes)}"
         )
 
     def _lacks_draws(self, what: str) -> str:
@@ -225,14 +226,16 @@ class Waits:
             return f"{what} waits"
         written, drawn, _, budget = counts
         return (
-            f"{what} waits for {_rows(math.ceil(budget - limit.behind))} to be drawn: {written:,} were written, and "
-            f"{drawn:,} drawn, {limit.samples_per_insert:g} for each are to be; the learner is behind, or has ended"
+            f"{what} waits for {_rows(math.ceil(budget - limit.behind))} to be drawn: {drawn:,} were, more than "
+            f"{limit.behind:g} below {limit.samples_per_insert:g} x ({written:,} written - {limit.min_size:,}); the "
+            "learner is behind, or has ended"
         )
 
     def _no_writer(self, lanes: Lanes) -> str:
         return (
-            "Nobody can write them: they would lie in memory of this process, which has no other thread. Write rows "
-            "first (`rb.can_sample()` says when a batch can be drawn)"
+            "Nobody can write them: they would lie in memory of this process, which has no other thread (any more, "
+            "where a collector has ended). Write rows first: `rb.can_sample()` says when a batch can be drawn, and "
+            "`sample(timeout=...)` ends by itself"
         )
 
     def _no_sampler(self, lanes: Lanes) -> str:
