@@ -677,6 +677,28 @@ def test_who_only_reads_draws_without_counting(tmp_path):
     reader.storage.close()
 
 
+@pytest.mark.parametrize("word", [24, 32, 40, 48])
+def test_a_limiter_of_a_damaged_file_is_an_error_and_can_be_set_anew(tmp_path, word):
+    rb = mapped(tmp_path, SampleToInsertRatio(1.0, 4, error_buffer=8))
+    rb.extend(rows(8))
+    rb.storage.close()
+    [file] = [path for path in tmp_path.iterdir() if path.stat().st_size > 8192]
+    with open(file, "r+b") as damaged:
+        damaged.seek(248)  # consumers_offset: docs/store-format.md
+        at = int.from_bytes(damaged.read(8), "little")
+        damaged.seek(at + word)
+        damaged.write(np.float64("nan").tobytes())
+    with pytest.raises(StorageError, match="the store's rate limiter is damaged"):
+        mapped(tmp_path, SampleToInsertRatio(1.0, 4, error_buffer=8))
+    again = mapped(tmp_path)
+    with pytest.raises(StorageError, match="the store's rate limiter is damaged"):
+        again.extend(rows(1))
+    again.rate_limiter = None
+    again.rate_limiter = MinSize(4)
+    again.extend(rows(1))
+    assert again.sample().shape == (4,) and len(again) == 9
+
+
 def test_a_store_of_before_refuses_a_limiter_and_is_used_as_ever(tmp_path, monkeypatch):
     import engram._native as native
 

@@ -117,9 +117,11 @@ class Flow:
 
     def set(self, limit: RateLimit | None) -> None:
         """Binds draws and writes anew, or no more, for all users of the rows; counts begin anew. Errors as `name`."""
-        if limit is None and self.limit is None:
+        if limit is None and self._counts_late and self.named is None:
             return
         lanes = self._rows.lanes
+        if limit is None and not lanes.store.is_limited:
+            return
         if lanes.store.read_only:
             raise StorageError("this store is open for reading only: who writes to it sets its rate limiter")
         if limit is not None:
@@ -172,9 +174,21 @@ class _Refusing:
 
 
 def limit_of(store: _native.Store) -> RateLimit | None:
-    """The bound that the users of a store keep; None: none."""
+    """The bound that the users of a store keep; None: none.
+
+    Raises:
+        StorageError: what the store says is no bound, as of a damaged file.
+    """
     kept = store.rate_limit
-    return None if kept is None else RateLimit(kept[0], int(kept[1]), *kept[2:])
+    if kept is None:
+        return None
+    ratio, least, ahead, behind, widens = kept
+    if not (0 < ratio < math.inf and 0 <= least < math.inf and ahead + behind > 0):
+        raise StorageError(
+            f"the store's rate limiter is damaged: {ratio:g} samples per insert from {least:g} rows on, {ahead:g} ahead"
+            f", {behind:g} behind. Its rows are not: open it without one, and set another by `rb.rate_limiter = ...`"
+        )
+    return RateLimit(ratio, int(least), ahead, behind, widens)
 
 
 def _settling(lanes: Lanes) -> contextlib.AbstractContextManager[None]:
