@@ -37,7 +37,7 @@ static void check_whole_rows(const Store& store, const Plan& plan) {
 // None: the caller must get the turn first; this process was forked and holds no lane; or, where it `waits`, rows have to wait for
 // those who sample.
 nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted, bool waits) {
-  if (joined_after_fork() || (waits && must_wait(store.lanes))) return nb::none();
+  if (joined_after_fork() || (waits && (must_wait(store.lanes) || (store.moves_on() && store.lanes.is_queue())))) return nb::none();
   store.must_be_writable();
   check_lane(store, lane);
   if (first > plan.steps || n.value_or(0) > plan.steps - first) throw nb::index_error("the batch has fewer steps");
@@ -55,7 +55,7 @@ nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, s
   };
   std::vector<LeafSource> leaves = from_first(plan.leaves);  // a copy: others may append the same plan meanwhile
   const std::vector<LeafSource> looked_at = from_first(plan.looked_at);
-  return append_leaves(store, lane, plan, leaves, looked_at, n.value_or(plan.steps - first), wanted);
+  return append_leaves(store, lane, plan, leaves, looked_at, n.value_or(plan.steps - first), wanted, waits);
 }
 
 // A checked batch as packed rows: uint8 [steps, row bytes].

@@ -18,6 +18,7 @@
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
 #include "bindings.hpp"
+#include "queue.hpp"
 #include "rate_limit.hpp"
 #include "recovery.hpp"
 #include "stints.hpp"
@@ -620,6 +621,7 @@ void bind_store(nb::module_& m) {
         s.must_be_writable();
         check_lane(s, l);
         if (s.geometry().payload_bytes != 0) throw nb::value_error("this store holds its rows itself: use append");
+        if (s.lanes.is_queue() && !has_queue_room(s.lanes, l, n, false)) raise_queue_full(0, n, nb::none());
         return s.advance(l, n, begins);
       }, "lane"_a, "n"_a, "begins"_a = false)
       .def("mark_seam", [](const Store& s, uint64_t l) { check_lane(s, l); s.mark_seam(l); }, "lane"_a)
@@ -966,11 +968,11 @@ void bind_store(nb::module_& m) {
         return std::array<uint64_t, 4>{flow.insert_waits.load(), flow.insert_waited_ns.load(), flow.sample_waits.load(),
                                        flow.sample_waited_ns.load()};
       })
-      .def_prop_rw("remover", &Store::remover, &Store::set_remover)
+      .def_prop_rw("guest", &Store::guest, &Store::set_guest)
       .def("begin_removing", [](Store& s, uint64_t l, uint64_t dead) {
         s.must_be_writable();
         check_lane(s, l);
-        if (!s.remover()) throw nb::value_error("this process has no number to remove rows under");
+        if (!s.guest()) throw nb::value_error("this process has no number to remove rows under");
         const uint64_t holder = s.begin_removing(l, dead);
         try {
           if (dead && !holder && s.lanes.count() > 1) take_over_lane(s, l, dead);  // of one lane Python makes it good

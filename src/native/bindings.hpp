@@ -14,6 +14,9 @@ namespace engram {
 [[gnu::cold]] void bind_fork_page(nb::module_& m);
 [[gnu::cold]] void bind_store_testing(nb::module_& m);
 
+// ---- bind_queue.cpp ----
+[[gnu::cold]] void bind_queue(nb::module_& m);
+
 // ---- bind_rows.cpp ----
 [[gnu::cold]] void bind_codec(nb::module_& m);
 [[gnu::cold]] void bind_epochs(nb::module_& m);

@@ -24,8 +24,8 @@ constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kHasF
 constexpr uint64_t kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents | kHasFlow;
 // What a store with `flow` has ever been used for: bit i of `Flow::in_use` is called kUses[i]. A store with an unknown one is
 // refused, as one with an unknown feature is; but a new one needs no bit on stores that never use it.
-constexpr const char* kUses[] = {"removed rows", "rate limiter"};
-constexpr uint64_t kRemovesRows = 1, kLimitsRate = 2, kKnownUses = kRemovesRows | kLimitsRate;
+constexpr const char* kUses[] = {"removed rows", "rate limiter", "queue"};
+constexpr uint64_t kRemovesRows = 1, kLimitsRate = 2, kIsQueue = 4, kKnownUses = kRemovesRows | kLimitsRate | kIsQueue;
 constexpr uint64_t kExtents = 4;      // that a lane keeps
 constexpr uint64_t kExtentWords = 3;  // of each
 
@@ -108,7 +108,8 @@ constexpr uint64_t kBorderKnown = uint64_t{1} << 63;
 // Of each lane, behind the seams of all lanes. Then come two planes of bits, a bit for each row of each lane in the order of slots,
 // on cache lines that no two lanes share: the removed rows; and one that is not used yet.
 struct LaneFlow {
-  alignas(64) Counter consumed;  // not used yet: rows below it were handed out by a queue,
+  // Of a queue (queue_protocol.hpp), in rows: time steps x environments.
+  alignas(64) Counter consumed;  // rows below it were handed out,
   Counter kept;                  // and rows below this one may be overwritten
   Counter removed;               // bits that are set among those of removed rows; after a kill perhaps more, never fewer
   Counter rows;                  // not used yet: rows of any length ever written
@@ -120,15 +121,23 @@ static_assert(sizeof(LaneFlow) == 64);
 struct Flow {
   Counter in_use;    // bits of kUses
   Counter removals;  // raised before and after rows are removed: what was drawn from before is looked at again
-  Counter mode;          // bits of rate_limit.hpp; 0: nobody waits
+  Counter mode;          // bits of `FlowMode`; 0: nobody waits
   Counter limiter[4];    // bits of doubles: samples per insert, rows from which on, draws that samplers may be ahead, and behind
   Counter samples;       // rows drawn since the counts began
   Counter inserts_base;  // rows written before the counts began, modulo 2^64; kCountsAnew: they begin when somebody looks
-  Counter consumer_version, consumer_turn, session, session_owner;  // not used yet
+  // Of a queue: the policy's version where rows are trained; who takes rows now, and how often a consumer began anew, and which.
+  Counter consumer_version, consumer_turn, session, session_owner;
   Counter insert_waits, insert_waited_ns, sample_waits, sample_waited_ns;  // how often users of the store waited, and how long
+  Counter missed, stale;   // rows of a queue that were overwritten before they were handed out, and that were too old
+  Counter writer_waits;    // when somebody last found no room in a queue, ns since 1970
+};
+// Who waits for whom: a bound on draws and writes (rate_limit.hpp), or a queue (queue.hpp).
+struct FlowMode {
+  static constexpr uint64_t kLimits = 1, kWidens = 2;                    // a bound; it grows with the batches
+  static constexpr uint64_t kQueue = 4, kOverwrites = 8, kCommits = 16;  // a queue; full, it is overwritten; rows go by `commit`
 };
 constexpr uint64_t kCountsAnew = uint64_t{1} << 63;
-static_assert(sizeof(Flow) == 136 && sizeof(Flow) <= kReservedBytes);
+static_assert(sizeof(Flow) == 160 && sizeof(Flow) <= kReservedBytes);
 
 inline uint64_t flow_offset(const StoreGeometry& s) { return s.seams_offset + s.lanes * s.seams_bytes; }
 // Of one lane in one plane; 0 where rows are kept elsewhere, as their seams are.

@@ -21,6 +21,8 @@ enum class Order {
   kTurnBeforeRows,      // T1: the writer that gets the turn sees all stores of the one before it
   kRowsBeforeTurnEnd,   // T3: and gives the turn back after all its own stores
   kClaimBeforeRemoval,  // V1: a reader that sees a row's bit of removal sees the row's claim, which ends the row before it
+  kKeptBeforeClaim,     // Q1: a writer that sees `kept` overwrites no row that a consumer still copies
+  kCopiesBeforeKept,    // Q2: a consumer lets rows go after it has copied them
   kSegmentTaken,        // a segment of units becomes one lane's in one step; no order is needed
 };
 

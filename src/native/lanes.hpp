@@ -13,6 +13,7 @@
 #include "header.hpp"
 #include "lane_protocol.hpp"
 #include "mapping.hpp"
+#include "queue_protocol.hpp"
 #include "stint_protocol.hpp"
 
 namespace engram {
@@ -152,8 +153,11 @@ class Lanes {
   // Whether rows can be removed: not in stores of an engram before the feature `flow`.
   bool can_remove() const { return flow_ != nullptr; }
   Flow& flow() const { return *flow_; }
-  // Whether users of the store wait for each other (rate_limit.hpp).
-  bool is_limited() const { return flow_ && flow_->mode.load(std::memory_order_relaxed) != 0; }
+  // Whether users of the store wait for each other: bits of `FlowMode`.
+  uint64_t flow_mode() const { return flow_ ? flow_->mode.load(std::memory_order_relaxed) : 0; }
+  bool is_limited() const { return flow_mode() & FlowMode::kLimits; }
+  bool is_queue() const { return flow_mode() & FlowMode::kQueue; }
+  QueueProtocol<StdMemory> queue(uint64_t l) const { return {protocol(l), lane_flows_[l].consumed, lane_flows_[l].kept}; }
   // Rows that were lost, or replaced by others, are no writes and no draws of those that come: both are counted from here on.
   // Draws are forgotten last: whoever looks in between has fewer to give, not more.
   void count_anew() const {
@@ -305,6 +309,7 @@ class Lanes {
     h.written_at.store(0);
     forget_stints(l);
     removed(l).clear(0, capacity() * envs());
+    if (flow_) lane_flows_[l].consumed.store(base * envs()), lane_flows_[l].kept.store(base * envs());
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -336,6 +341,7 @@ class Lanes {
       if (h.claimed.load() < published) h.claimed.store(published);
       if (h.durable.load() > published) h.durable.store(published);
       if (removed_rows(l)) recount_removed(l);
+      if (flow_) limit_cursors(l);
     }
     if (interrupted) count_anew();
     end_change();
@@ -344,6 +350,13 @@ class Lanes {
  private:
   static constexpr uint64_t kInTransition = uint64_t{1} << 63;
   static constexpr int kLooks = 1000;
+  // No row was handed out that is not there: of a queue after rows were lost, or by a page of a damaged disk.
+  void limit_cursors(uint64_t l) const {
+    const uint64_t end = lanes_[l].published.load() * envs();
+    LaneFlow& lane = lane_flows_[l];
+    for (Counter* at : {&lane.consumed, &lane.kept})
+      if (at->load() > end) at->store(end);
+  }
   void empty_lane(uint64_t l, bool reset_count) const {
     LaneHeader& h = lanes_[l];
     const uint64_t at = h.published.load();

@@ -9,6 +9,7 @@ NB_MODULE(_native, m) {
 
   bind_torch(m);
   bind_store(m);
+  bind_queue(m);
   bind_batches(m);
   bind_push(m);
   bind_n_step(m);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "append.hpp"
+#include "queue.hpp"
 #include "rate_limit.hpp"
 
 namespace engram {
@@ -106,9 +107,10 @@ inline std::optional<Plan> check_columns(const Codec& codec, nb::list columns, i
 
 // Appends the first n steps of checked leaves, which the caller has alone; rows that store their own index get it here. `looked_at`:
 // where the border looks; empty: at the leaves. Returns their slots, or True where they are not `wanted`. None: another process has
-// the turn.
+// the turn; or, where it `declines`, a queue has no room for all of them, or other writers are to go first. Else QueueFullError, with
+// the slots of those that were written.
 inline nb::object append_leaves(Store& store, uint64_t lane, const Plan& plan, std::vector<LeafSource>& leaves,
-                                const std::vector<LeafSource>& looked_at, size_t n, bool wanted = true) {
+                                const std::vector<LeafSource>& looked_at, size_t n, bool wanted = true, bool declines = true) {
   check_border(store, plan);
   const std::vector<LeafSource>& looked = looked_at.empty() ? leaves : looked_at;
   const StoreGeometry& s = store.geometry();
@@ -130,14 +132,22 @@ inline nb::object append_leaves(Store& store, uint64_t lane, const Plan& plan, s
     int64_t first = 0, *out = plan.single ? &first : nullptr;
     nb::object slots = nb::bool_(true);
     if (wanted && !plan.single) slots = nb::cast(slots_out(n, [&](int64_t* to) { out = to; }));
-    append_moving_on(store, leaves, looked, n, is_long, [&](uint64_t i, uint64_t slot) {
-      if (out) out[i] = static_cast<int64_t>(slot);
-      put_index(slot);
-    });
+    try {
+      append_moving_on(store, leaves, looked, n, is_long, [&](uint64_t i, uint64_t slot) {
+        if (out) out[i] = static_cast<int64_t>(slot);
+        put_index(slot);
+      });
+    } catch (const QueueFull& full) {
+      raise_queue_full(full.done, n, slots);
+    }
     return wanted && plan.single ? nb::object(nb::int_(first)) : slots;
   }
   const Turn turn(store, lane);
   if (turn.refused()) return nb::none();
+  if (store.lanes.is_queue() && !has_queue_room(store.lanes, lane, n, declines)) {
+    if (declines) return nb::none();
+    raise_queue_full(0, n, nb::none());
+  }
   // The result is made before the rows: once they are published nothing may fail any more.
   std::optional<OutBlock> block;
   nb::object slots;
@@ -170,7 +180,8 @@ inline bool may_push(Store& store, const Codec& codec, uint64_t lane) {
   store.must_be_writable();
   check_lane(store, lane);
   check_codec(store, codec);
-  return !must_wait(store.lanes);
+  const uint64_t mode = store.lanes.flow_mode();
+  return !mode || (!must_wait(store.lanes) && !(mode & FlowMode::kQueue && store.moves_on()));
 }
 
 // Checks a batch and appends it: see `Codec.check` and `Store.append`. A list holds items, stacked along time; with

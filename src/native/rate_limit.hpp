@@ -29,13 +29,11 @@ struct RateLimit {
 
 class RateLimiter {
  public:
-  static constexpr uint64_t kIsSet = 1, kWidens = 2;
-
   // `writes`: false where the memory is mapped for reading only.
   explicit RateLimiter(const Lanes& lanes, bool writes = true) : lanes_(lanes), flow_(lanes.flow()), writes_(writes) {}
 
   RateLimit limit() const {
-    return {word(0), word(1), word(2), word(3), (flow_.mode.load(std::memory_order_acquire) & kWidens) != 0};
+    return {word(0), word(1), word(2), word(3), (flow_.mode.load(std::memory_order_acquire) & FlowMode::kWidens) != 0};
   }
   // Sets another bound, from which on the counts begin anew. The caller keeps others out that would set one.
   void set(const RateLimit& limit) const {
@@ -45,19 +43,19 @@ class RateLimiter {
     lanes_.count_anew();
     base();  // now, so that rows count that are written before anybody looks
     flow_.in_use.fetch_or(kLimitsRate, std::memory_order_relaxed);
-    flow_.mode.store(kIsSet | (limit.widens ? kWidens : 0), std::memory_order_release);
+    flow_.mode.store(FlowMode::kLimits | (limit.widens ? FlowMode::kWidens : 0), std::memory_order_release);
   }
   void clear() const { flow_.mode.store(0, std::memory_order_release); }
 
   // Lets batches of n rows be drawn, if nobody said how far samplers may be ahead; false: they never can be.
   bool raise_to(uint64_t n) const {
-    if (flow_.mode.load(std::memory_order_acquire) & kWidens)
+    if (flow_.mode.load(std::memory_order_acquire) & FlowMode::kWidens)
       for (size_t i : {2, 3}) raise(flow_.limiter[i], static_cast<double>(n));
     return static_cast<double>(n) <= word(2) + word(3);
   }
   // Lets more be written for samplers that have no batch among what is stored, if nobody said how far they may be behind.
   void let_write() const {
-    if (flow_.mode.load(std::memory_order_acquire) & kWidens && !may_insert()) raise(flow_.limiter[3], budget());
+    if (flow_.mode.load(std::memory_order_acquire) & FlowMode::kWidens && !may_insert()) raise(flow_.limiter[3], budget());
   }
   // Counts n rows as drawn; false: there are not so many draws to give, and nothing was counted.
   bool take(uint64_t n) const {

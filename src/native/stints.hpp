@@ -20,6 +20,16 @@ struct LanesBusy : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// No lane of a queue has room: rows have to be handed out first.
+struct QueueFull {
+  uint64_t done;  // steps that were written before
+};
+
+// Whether writers of a store may not replace rows that were not handed out.
+inline bool keeps_rows(const Lanes& lanes) {
+  return (lanes.flow_mode() & (FlowMode::kQueue | FlowMode::kOverwrites)) == FlowMode::kQueue;
+}
+
 // How many rows of one append are in each lane: it replaces none of them before all that were there before it.
 class RowsHere {
  public:
@@ -71,7 +81,7 @@ class StintTurn {
   static constexpr double kPause = 5e-5, kLongestPause = 2e-3;
 
   // Waits for a lane; `pause(seconds)` lets other threads of this process run meanwhile. `here`: the earlier rows of the append.
-  // Throws LanesBusy, and SyncFailed where a dead writer's lane cannot be taken over.
+  // Throws LanesBusy; QueueFull, which says nothing of the append; and SyncFailed where a dead writer's lane cannot be taken over.
   template <class Pause>
   StintTurn(Store& store, RowsHere& here, Pause&& pause) : store_(store), here_(here) {
     if (here_.are_all(store.lanes.count(), store.lanes.capacity())) here_.forget();
@@ -120,7 +130,8 @@ class StintTurn {
   Lanes::Stints stints() const { return store_.lanes.stints(lane_); }
   // How many rows can be appended in this turn.
   uint64_t room() const {
-    return std::min(begins_ ? stints().room(finishes_) : stints().left(), store_.lanes.capacity() - here_.in(lane_));
+    const uint64_t steps = std::min(begins_ ? stints().room(finishes_) : stints().left(), store_.lanes.capacity() - here_.in(lane_));
+    return keeps_rows_ ? std::min(steps, store_.lanes.queue(lane_).room()) : steps;
   }
   void begin() {
     Store::Stint& stint = store_.stint();
@@ -147,6 +158,11 @@ class StintTurn {
     Store::Stint& stint = store_.stint();
     lane_ = stint.lane;
     if (lane_ == Store::Stint::kNone) return false;
+    if (is_full(lane_)) {
+      if (store_.keeps_turn(lane_)) throw QueueFull{0};
+      stint.lane = Store::Stint::kNone;
+      return false;
+    }
     const auto own = stints();
     if (store_.keeps_turn(lane_) ? store_.kept_for(lane_, stint) : own.turns.take(store_.writer())) {
       if (own.goes_on(store_.author())) return true;
@@ -159,12 +175,15 @@ class StintTurn {
     const Lanes& lanes = store_.lanes;
     std::vector<uint64_t> alive;
     uint64_t most_here = 0;  // rows of this append in a lane that it takes
+    bool has_room = !keeps_rows_;
+    for (uint64_t l = 0; !has_room && l < lanes.count(); ++l) has_room = !is_full(l);
+    if (!has_room) throw QueueFull{0};
     for (;;) {
       const LaneChoice choice = choose_lane<StdMemory>(
           lanes.count(), [&](uint64_t l) { return lanes.stints(l); },
           [&](uint64_t lane, uint64_t holder) {
             const bool is_kept = holder == store_.writer() && store_.keeps_turn(lane);
-            return is_kept || here_.in(lane) > most_here || (holder && has(alive, holder));
+            return is_kept || is_full(lane) || here_.in(lane) > most_here || (holder && has(alive, holder));
           });
       if (!choice.any()) {
         if (most_here > 0 || !here_.any()) return holder_ = alive.empty() ? 0 : alive.front(), false;
@@ -182,6 +201,8 @@ class StintTurn {
     }
   }
   static bool has(const std::vector<uint64_t>& some, uint64_t one) { return std::find(some.begin(), some.end(), one) != some.end(); }
+  // Whether a queue lets no row of a lane be replaced.
+  bool is_full(uint64_t lane) const { return keeps_rows_ && store_.lanes.queue(lane).room() == 0; }
   [[noreturn]] void refuse(double seconds) const {
     const auto pid = holder_ & ((uint64_t{1} << kPidBits) - 1);
     char waited[32];
@@ -195,6 +216,7 @@ class StintTurn {
   RowsHere& here_;
   uint64_t lane_ = Store::Stint::kNone, holder_ = 0, from_ = 0;
   bool begins_ = false, finishes_ = false;
+  const bool keeps_rows_ = keeps_rows(store_.lanes);
 };
 
 // The slots that the next n steps of this process go to, if no other process writes meanwhile: runs of (lane, sequence, steps).
@@ -276,6 +298,7 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     StintTurn turn(store, here, pause);
     const uint64_t lane = turn.lane(), take = std::min(n - done, turn.room());
     const bool begins_stint = turn.begins();
+    if (take == 0) continue;  // of a queue, whose room another writer took
     writer.prepare(lane, take, leaves, done);  // may fail: before the stint and the rows
     const bool begins = begins_stint ? turn.stints().has_rows() : done == 0 && writer.begins(lane, n, looked_at);
     uint64_t slot = store.lanes.lane(lane).published.load(std::memory_order_relaxed) % capacity;
@@ -287,6 +310,8 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     writer.append_part(lane, done, take, begins, leaves);
     done += take;
     if (done < n) here.add(lane, take);
+  } catch (const QueueFull&) {
+    throw QueueFull{done};
   } catch (const LanesBusy& busy) {
     throw LanesBusy(busy.what() + written(done, n));
   } catch (const NoRoomForUnits& full) {

@@ -412,7 +412,7 @@ class Store {
   void after_fork() {
     seams_->after_fork();
     if (observations_) observations_->after_fork();
-    writer_ = remover_ = 0, has_turn_ = has_written_ = removes_ = false;
+    writer_ = guest_ = 0, has_turn_ = has_written_ = removes_ = takes_ = false;
     stint_ = {}, write_as(nullptr), streams_ = {}, kept_.clear();
   }
 
@@ -481,14 +481,15 @@ class Store {
   void use_streams(StreamTable streams) { streams_ = std::move(streams); }
   const StreamTable& streams() const { return streams_; }
 
-  // ---- removing rows, by this process, which need not be a writer: the turn of a lane for a moment, under a number of its own ----
-  void set_remover(uint64_t number) { remover_ = number; }
-  uint64_t remover() const { return remover_; }
+  // ---- removing rows and taking them out of a queue, by this process, which need not be a writer: a turn for a moment, under a
+  // number of its own ----
+  void set_guest(uint64_t number) { guest_ = number; }
+  uint64_t guest() const { return guest_; }
   // As `begin_turn`. Where this process has the turn for an append, or keeps it for a stream, it has it already.
   uint64_t begin_removing(uint64_t l, uint64_t dead = 0) {
     if (has_turn_ || keeps_turn(l)) return 0;
     const auto turns = lanes.turns(l);
-    while (!(removes_ = turns.take(remover_, dead)))
+    while (!(removes_ = turns.take(guest_, dead)))
       if (const uint64_t holder = turns.holder(); holder || dead) return holder ? holder : dead;
     if (dead && lanes.removed_rows(l)) lanes.recount_removed(l);
     return 0;
@@ -496,6 +497,17 @@ class Store {
   void end_removing(uint64_t l) {
     if (!std::exchange(removes_, false)) return;
     lanes.turns(l).give_back();
+  }
+  // The turn to take rows out of a queue. Without a number nobody else uses the store.
+  uint64_t begin_taking(uint64_t dead = 0) {
+    if (!guest_) return 0;
+    const TurnProtocol<StdMemory> turns{lanes.flow().consumer_turn, lanes.flow().consumer_turn};
+    while (!(takes_ = turns.take(guest_, dead)))
+      if (const uint64_t holder = turns.holder(); holder || dead) return holder ? holder : dead;
+    return 0;
+  }
+  void end_taking() {
+    if (std::exchange(takes_, false)) lanes.flow().consumer_turn.store(0, std::memory_order_release);
   }
   // Before the bit of row w is set: that a power cut cannot leave the bit without the count of rows that says whose it is
   // (docs/memory-model.md, "Power loss").
@@ -693,8 +705,8 @@ class Store {
   std::shared_ptr<MappedRegion> growing_;  // of the rows, where they grow
   static constexpr uint64_t kPieceBytes = 1 << 20;  // that are claimed together, where observations are kept beside rows
   std::shared_ptr<Observations> observations_;
-  uint64_t writer_ = 0, remover_ = 0;
-  bool has_turn_ = false, has_written_ = false, removes_ = false;
+  uint64_t writer_ = 0, guest_ = 0;
+  bool has_turn_ = false, has_written_ = false, removes_ = false, takes_ = false;
   uint64_t counted_in_ = 0;                // the incarnation in which they were counted
   std::vector<uint64_t> counted_on_disk_;  // of each lane: rows below this are counted by the header on the disk
   Stint stint_, *other_ = nullptr;

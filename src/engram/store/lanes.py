@@ -405,10 +405,10 @@ class Lanes:
             yield
             return
         with self._beside_writers(locks):
-            if not store.remover:
+            if not store.guest:
                 if self._on_take is not None:
                     self._on_take(None)
-                store.remover = _new_number(store, locks)
+                store.guest = _new_number(store, locks)
             wait_for_turn(locks, partial(store.begin_removing, lane), partial(self._begin_removing_after, lane))
             try:
                 yield
