@@ -4,6 +4,7 @@
     ├── StorageError                 a store cannot be made, opened or written
     │   ├── StorageInUseError        the operation needs the store alone
     │   ├── NoFreeLaneError          a store for one writer has one, or a producer's name
+    │   ├── QueueFullError           a queue has no room for rows that were written past `extend`, which waits
     │   ├── IncarnationError         a call was meant for another life of a shard
     │   ├── ShardVersionError        a shard runs another version of engram than its client
     │   └── ShardUnavailableError    a shard does not answer (a TimeoutError, too)
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import Any
 
 from engram._text import visible, visible_lines
 
@@ -57,6 +59,25 @@ class StorageInUseError(StorageError):
 
 class NoFreeLaneError(StorageError):
     """A storage with `lanes=1` has its writer in another process, or a living process has a producer's name."""
+
+
+class QueueFullError(StorageError):
+    """A queue has no room for rows: others must be handed out first. `extend` and `add` of a buffer wait for that.
+
+    Of `steps` time steps the first `done` were written, to `slots` (int64, of these the first `done`; None: there are
+    none).
+    """
+
+    def __init__(self, done: int, steps: int, slots: Any = None) -> None:
+        super().__init__(done, steps, slots)
+        self.done, self.steps, self.slots = done, steps, slots
+
+    def _message(self) -> str:
+        written = f"the first {self.done} of {self.steps} were written" if self.done else "nothing was written"
+        return (
+            f"the storage is a queue, and has no room for {self.steps} more time steps before rows of it are handed "
+            f"out; {written}. `extend` and `add` of a buffer wait for room"
+        )
 
 
 class IncarnationError(StorageError):

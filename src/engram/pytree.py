@@ -400,6 +400,14 @@ def _map(batch: Any, on_leaf: Callable[[Tensor], Any], on_batch: Callable[[Any],
     return on_leaf(as_leaf(batch, path))
 
 
+def part_of(batch: Any, dim: int, start: int, stop: int) -> Any:
+    """A view of a batch of any form, or of a list of items, from `start` to `stop` along a dimension."""
+    if type(batch) is list:
+        return batch[start:stop]
+    index = (*[slice(None)] * dim, slice(start, stop))
+    return map_outermost(batch, lambda part: part[index])
+
+
 def take_rows(batch: Any, rows: Tensor) -> Any:
     """A copy of certain rows, int64 [n] from 0 on, of a batch `[m, *]` of any form.
 

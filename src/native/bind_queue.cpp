@@ -66,6 +66,7 @@ void bind_queue(nb::module_& m) {
       .def("end", [](const StoreQueue& q) { if (q.has(FlowMode::kQueue)) q.changed().end(); })
       // ---- writers ----
       .def_prop_ro("room", [](const StoreQueue& q) { return keeps_rows(q.looked().lanes) ? q.queue().room() : ~uint64_t{0} >> 1; })
+      .def_prop_ro("total_room", [](const StoreQueue& q) { return q.queue().total_room(); })
       .def("check_room", [](const StoreQueue& q, uint64_t l, uint64_t n) {
         check_lane(q.looked(), l);
         if (q.has(FlowMode::kQueue) && !has_queue_room(q.looked().lanes, l, n, false)) raise_queue_full(0, n, nb::none());

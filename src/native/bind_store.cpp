@@ -279,6 +279,7 @@ static RateLimiter writable_limiter(const Store& store) {
 }
 static void set_rate_limit(const Store& store, std::optional<std::tuple<double, double, double, double, bool>> given) {
   const RateLimiter limiter = writable_limiter(store);
+  if (store.lanes.is_queue()) throw nb::value_error("the store is a queue");
   if (!given) return limiter.clear();
   const auto [samples_per_insert, min_size, ahead, behind, widens] = *given;
   if (!(samples_per_insert > 0 && std::isfinite(samples_per_insert) && min_size >= 0 && ahead + behind > 0))
@@ -926,7 +927,7 @@ void bind_store(nb::module_& m) {
       .def("removed_bits", &removed_bits, "lane"_a, "start"_a, "stop"_a)
       .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)
       // ---- who waits for whom ----
-      .def_prop_ro("is_limited", [](const Store& s) { s.check_file(); return s.lanes.is_limited(); })
+      .def_prop_ro("is_limited", [](const Store& s) { s.check_file(); return s.lanes.flow_mode() != 0; })
       .def_prop_ro("can_limit", [](const Store& s) { return s.lanes.can_remove(); })
       // Samples per insert, rows from which on, how far samplers may be ahead and behind, whether these two widen; None: no bound.
       .def_prop_ro("rate_limit", [](const Store& s) -> std::optional<std::tuple<double, double, double, double, bool>> {

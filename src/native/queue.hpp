@@ -48,6 +48,13 @@ class Queue {
     return most;
   }
 
+  // Time steps for which there is room.
+  uint64_t total_room() const {
+    uint64_t n = 0;
+    for (uint64_t l = 0; l < lanes_.count(); ++l) n += lanes_.queue(l).room();
+    return n;
+  }
+
   // ---- settings, by who has the store to itself or keeps others out that would change them ----
   void begin(bool overwrites, bool commits) const {
     if (!lanes_.is_queue())

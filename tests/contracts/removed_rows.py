@@ -19,6 +19,7 @@ from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
     ListStorage,
+    QueueSampler,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -135,7 +136,9 @@ def samplers() -> dict[str, Callable[[], Any]]:
         importlib.import_module(module.name)
     made: dict[str, Callable[[], Any]] = dict(OWN)
     for cls in sorted((c for c in BUILT_IN if issubclass(c, Sampler)), key=lambda c: c.__name__):
-        if issubclass(cls, SamplerEnsemble):  # of ensembles alone
+        if issubclass(
+            cls, SamplerEnsemble | QueueSampler
+        ):  # of ensembles alone; hands each row out once (test_queue.py)
             continue
         names = arguments(cls)
         base = {name: value for name, value in NEEDED.items() if name in names}

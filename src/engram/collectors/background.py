@@ -9,6 +9,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase
@@ -385,15 +386,15 @@ class BackgroundCollector:
     def _has_all_frames(self) -> bool:
         return 0 <= self.total_frames <= self.frames
 
-    # ---- room in the buffer, where a rate limiter is ----
+    # ---- room in the buffer, where a rate limiter is, or a queue ----
     def _room_for_next(self) -> AwaitRoom | None:
         """In the background: what waits until the next batch may be begun; None: it may, or there is none."""
         return None if self._has_all_frames else self._room()
 
     def _room(self) -> AwaitRoom | None:
         """What waits until batches may be begun; None: they may."""
-        buffer = self._awaited
-        return None if buffer is None or buffer.has_room else buffer.await_room
+        buffer, rows = self._awaited, self.frames_per_batch
+        return None if buffer is None or buffer.has_room(rows) else partial(buffer.await_room, rows=rows)
 
     def _await_room(self) -> None:
         """Waits until a batch may be begun; the background thread, which must not wait in a call, has done so."""

@@ -1037,9 +1037,8 @@ class MultiaSyncDataCollector(MultiCollector):
 
     @property
     def _is_bounded(self) -> bool:
-        """Whether a rate limiter has those who write wait; `MinSize` does not."""
-        limiter = None if self._awaited is None else self._awaited.rate_limiter
-        return limiter is not None and math.isfinite(limiter.limit.behind)
+        """Whether a rate limiter has those who write wait, or a queue; `MinSize` does not."""
+        return self._awaited is not None and self._awaited.holds_writers_back
 
     def _has_enough_under_way(self) -> bool:
         """Whether no more batches are begun: what is in the buffer counts, and `total_frames` are not to be exceeded.

@@ -105,6 +105,7 @@ class ColumnarRows(LayoutRows):
         leaves = [leaf[:most] for leaf in plan.leaves]
         capacity = self.lanes.store.lane_capacity
         self.lanes.hold()
+        self.lanes.check_room(len(leaves[0]))
         slots = self.lanes.next_slots(len(leaves[0]))
         if plan.own is not None:
             index = self._own_index.of_slots(to_tensor(expand_slots(slots, self.lanes.envs)))

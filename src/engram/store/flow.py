@@ -4,6 +4,8 @@ The bound and its counts lie in the store (`rate_limit.hpp` has the rule, and wh
 every process that opens the store keeps it, whoever set it. A `RateLimit` is what one of them names. Native writes look
 at it by themselves, and leave it to the slower way of writing to wait; draws are counted by the buffer before they are
 made.
+
+So it is with a store that is a queue (`queue.hpp`), whose writers wait for room: a `QueueSetting` is what is named.
 """
 
 from __future__ import annotations
@@ -61,11 +63,35 @@ class RateLimit(NamedTuple):
         return f"SampleToInsertRatio({self.samples_per_insert:g}, min_size_to_sample={self.min_size}{room})"
 
 
+class QueueSetting(NamedTuple):
+    """How a store is a queue.
+
+    Attributes:
+        overwrites: whether rows that were not handed out are overwritten where it is full; else writers wait.
+        commits: whether rows that were handed out keep their places until they are committed.
+    """
+
+    overwrites: bool
+    commits: bool
+
+    def __str__(self) -> str:
+        full, commit = "overwrite" if self.overwrites else "wait", "manual" if self.commits else "auto"
+        return f"QueueSampler(full={full!r}, commit={commit!r})"
+
+
+def setting_of(lanes: Lanes) -> QueueSetting | None:
+    """How a store is a queue; None: it is none."""
+    queue = lanes.queue
+    return QueueSetting(queue.overwrites, queue.commits) if queue is not None and queue.is_one else None
+
+
 class Flow:
     """The bound of the rows of a table, as this process knows it. Who tells it something holds the storage's mutex.
 
     Attributes:
         named: what this process was told; None: it takes over what the store has.
+        named_queue: how the store is to be a queue, as this process was told; None: as it is.
+        consuming: held by the thread that takes rows out of the queue.
         watched: the store, where its draws may be bound: it is asked (`take_samples`) before each; None: they cannot
             be.
         conflict: why this process may neither write nor sample: others keep another bound than it was told; "".
@@ -73,6 +99,9 @@ class Flow:
 
     def __init__(self) -> None:
         self.named: RateLimit | None = None
+        self.named_queue: QueueSetting | None = None
+        self.consuming = threading.RLock()
+        self.has_waited = False  # whether the last write of this process waited for room in the queue
         self.watched: Any = None
         self.conflict = ""
         self._rows: TableRows
@@ -88,7 +117,13 @@ class Flow:
         self._rows, self._counts_late, self.conflict = rows, counts_late, ""
         if self.named is not None:
             self._agree(self.named)
+        if self.named_queue is not None:
+            self._agree_on_queue(self.named_queue)
         self._watch()
+
+    def after_fork(self) -> None:
+        """In a child: a lock that no thread of the parent holds."""
+        self.consuming = threading.RLock()
 
     @property
     def limit(self) -> RateLimit | None:
@@ -108,24 +143,100 @@ class Flow:
                 f"this storage keeps {self.named}, which a buffer of it was made with, and not {limit}: give both the "
                 "same, or change it for all by `rb.rate_limiter = ...`"
             )
+        self._refuse_both(limit, self.named_queue)
         self._agree(limit)
+        self._raise_conflict()
+        self.named = limit
+        self._watch()
+
+    def _raise_conflict(self) -> None:
         conflict, self.conflict = self.conflict, ""
         if conflict:
             raise ValueError(conflict)
-        self.named = limit
+
+    # ---- a queue ----
+    def name_queue(self, setting: QueueSetting) -> None:
+        """Makes the store a queue, for a buffer whose sampler takes rows out of one.
+
+        Raises:
+            ValueError: another buffer of this process, or another process, named another one; or the store has a rate
+                limiter.
+            TypeError: the rows are those of a class of a user's own, or of an ensemble.
+            StorageError: the store was made by an engram whose stores were no queues, or is open for reading only.
+        """
+        if self._counts_late:
+            raise TypeError(
+                "a QueueSampler takes rows out of a storage of the library's own, which knows who waits for whom: of a "
+                "class of yours, give the buffer that writes to it another sampler"
+            )
+        if self.named_queue is not None and self.named_queue != setting:
+            raise ValueError(
+                f"this storage is a {self.named_queue}, which a buffer of it was made with, and no {setting}: give "
+                "both the same, or end it for all by `rb.end_queue()`"
+            )
+        self._refuse_both(self.named, setting)
+        lanes = self._rows.lanes
+        if lanes.store.read_only:
+            raise StorageError("this store is open for reading only: who writes to it takes rows out of it")
+        self._agree_on_queue(setting)
+        self._raise_conflict()
+        self.named_queue = setting
         self._watch()
+
+    def end_queue(self) -> None:
+        """The store is a queue no more, for all its users."""
+        lanes = self._rows.lanes
+        self.named_queue, self.conflict = None, ""
+        if lanes.queue is not None:
+            with _settling(lanes):
+                lanes.queue.end()
+        self._told = None
+        self._watch()
+
+    @staticmethod
+    def _refuse_both(limit: RateLimit | None, queue: QueueSetting | None) -> None:
+        if limit is not None and queue is not None:
+            raise ValueError(
+                f"a storage has either a rate limiter or is a queue, and this one is to have {limit} and be a {queue}: "
+                "in a queue each row is handed out once, and writers wait where it is full. Leave one of them out"
+            )
+
+    def _agree_on_queue(self, named: QueueSetting) -> None:
+        """As `_agree`."""
+        lanes = self._rows.lanes
+        if lanes.store.read_only or self._told == lanes.store.store_id:
+            return
+        queue = lanes.queue
+        if queue is None:
+            raise StorageError(
+                "this store was made by an engram whose stores were no queues: `engram convert` copies its rows to a "
+                "new one, out of which each can be handed out once"
+            )
+        with _settling(lanes):
+            kept, limit = setting_of(lanes), limit_of(lanes.store)
+            self._refuse_both(limit, named)
+            if kept is None or (kept != named and not _is_open_elsewhere(lanes)):
+                queue.begin(named.overwrites, named.commits)
+            elif kept != named:
+                self.conflict = (
+                    f"the store is a {kept}, as its other users know, and this process was told that it is a {named}: "
+                    "give both the same, or end it for all by `rb.end_queue()`"
+                )
+                return
+        self._told = lanes.store.store_id
 
     def set(self, limit: RateLimit | None) -> None:
         """Binds draws and writes anew, or no more, for all users of the rows; counts begin anew. Errors as `name`."""
         if limit is None and self._counts_late and self.named is None:
             return
         lanes = self._rows.lanes
-        if limit is None and not lanes.store.is_limited:
+        if limit is None and lanes.store.rate_limit is None:
             return
         if lanes.store.read_only:
             raise StorageError("this store is open for reading only: who writes to it sets its rate limiter")
         if limit is not None:
             _check_fits(lanes, limit)
+            self._refuse_both(limit, setting_of(lanes))
         with _settling(lanes):
             lanes.store.set_rate_limit(limit)
         self._told = lanes.store.store_id
@@ -151,6 +262,7 @@ class Flow:
         _check_fits(lanes, named)
         with _settling(lanes):
             kept = limit_of(store)
+            self._refuse_both(named, setting_of(lanes))
             if kept is None or (not kept.is_as(named) and not _is_open_elsewhere(lanes)):
                 store.set_rate_limit(named)
             elif not kept.is_as(named):
@@ -258,10 +370,58 @@ def rate_figures(store: _native.Store) -> RateFigures | None:
     return RateFigures(str(limit), written, drawn, max(0, math.floor(room)), waits[1] / 1e9, waits[3] / 1e9, ratio)
 
 
+class QueueFigures(NamedTuple):
+    """What a store that is a queue knows of itself, and of the waits for it.
+
+    Attributes:
+        queue: how it is one, as it is written.
+        waiting: rows that are to be handed out.
+        room: rows for which there is room before writers wait; None: they overwrite.
+        missed: rows that were overwritten before they were handed out.
+        stale: rows that were too old to be handed out.
+        consumer_version: the version of the policy that trains.
+        waited_insert_s, waited_sample_s: seconds that those who write, and those who sample, waited, all together.
+    """
+
+    queue: str
+    waiting: int
+    room: int | None
+    missed: int
+    stale: int
+    consumer_version: int
+    waited_insert_s: float
+    waited_sample_s: float
+
+    def __str__(self) -> str:
+        room = "overwrites what is not taken" if self.room is None else f"room for {self.room:,} more"
+        passed = f", {self.missed:,} missed, {self.stale:,} too old" if self.missed or self.stale else ""
+        return (
+            f"{self.queue}: {self.waiting:,} rows wait, {room}{passed}; waited {self.waited_insert_s:.1f} s to write, "
+            f"{self.waited_sample_s:.1f} s to draw"
+        )
+
+
+def queue_figures(store: _native.Store) -> QueueFigures | None:
+    """The figures of a store; None: it is no queue."""
+    queue = _native.StoreQueue(store) if store.can_remove else None
+    if queue is None or not queue.is_one:
+        return None
+    setting, waits = QueueSetting(queue.overwrites, queue.commits), store.waits
+    return QueueFigures(
+        str(setting), queue.waiting, None if setting.overwrites else queue.total_room * store.envs, queue.missed,
+        queue.stale, queue.consumer_version, waits[1] / 1e9, waits[3] / 1e9,
+    )  # fmt: skip
+
+
 # ---- waiting ----
+class HopelessError(RuntimeError):
+    """Nobody can end a wait."""
+
+
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.is_let_through = False
+        self.also: Callable[[], None] | None = None
 
 
 _of_thread = _OfThread()
@@ -279,6 +439,16 @@ def let_through() -> Iterator[None]:
 
 def is_let_through() -> bool:
     return _of_thread.is_let_through
+
+
+@contextlib.contextmanager
+def while_waiting(also: Callable[[], None]) -> Iterator[None]:
+    """A block in whose waits this thread calls a function again and again, whose errors end them."""
+    before, _of_thread.also = _of_thread.also, also
+    try:
+        yield
+    finally:
+        _of_thread.also = before
 
 
 class Wait(NamedTuple):
@@ -301,6 +471,8 @@ class Wait(NamedTuple):
     def __call__(self, deadline: float | None) -> None:
         """Waits until it is `ready`.
 
+        What a thread has to do while it waits (`while_waiting`) it does.
+
         Raises:
             TimeoutError: it is not until `deadline`, of `time.monotonic`.
             RuntimeError: it has ended; or, without a deadline, it never will be.
@@ -316,7 +488,9 @@ class Wait(NamedTuple):
                 if ended := self.ended():
                     raise RuntimeError(ended)
                 if deadline is None and (reason := self.hopeless()):
-                    raise RuntimeError(f"{self.lacks()}. {reason}")
+                    raise HopelessError(f"{self.lacks()}. {reason}")
+                if (also := _of_thread.also) is not None:
+                    also()
                 if deadline is not None and now >= deadline:
                     raise TimeoutError(self.lacks())
                 if now >= warning:
@@ -336,7 +510,13 @@ class Wait(NamedTuple):
 def nobody_else(lanes: Lanes) -> bool:
     """Whether these rows are in memory of this process alone, which has no other thread that could do something."""
     others = (t for t in threading.enumerate() if t is not threading.current_thread())
-    return lanes.copied_by_fork and not any(t.is_alive() and not t.name.startswith("engram-") for t in others)
+    return lanes.copied_by_fork and not any(t.is_alive() and not _only_serves(t.name) for t in others)
+
+
+def _only_serves(thread: str) -> bool:
+    """Whether a thread of this name is one of ours that use no buffer by themselves, or hands descriptors to other
+    processes (`multiprocessing.resource_sharer`)."""
+    return thread.startswith("engram-") or thread.endswith("(_serve)")
 
 
 def writers_shown(lanes: Lanes) -> str:

@@ -257,6 +257,7 @@ class ItemRows(TableRows):
         if type(data) is _NewRows:
             slots = self._append_rows(data, most)
         else:
+            self._lanes.check_room(len(data.items[:most]))
             first = self._lanes.next_slot()
             new = self._placed(data, self._lanes.next_slots(len(data.items[:most])), slice(most))
             begins = self._border.begins(by_slot, capacity, by_slot.readable(new))
@@ -269,6 +270,7 @@ class ItemRows(TableRows):
         return slots
 
     def _append_rows(self, new: _NewRows, most: int | None) -> Tensor:
+        self._lanes.check_room(new.plan.steps if most is None else min(most, new.plan.steps))
         by_slot, packed, first = self.by_slot, new.of, self._lanes.next_slot()
         begins_form = not by_slot
         if not begins_form and packed is not by_slot.packed:

@@ -91,6 +91,9 @@ class Lanes:
         self._exclusive_depth = 0
         self._session = os.urandom(8).hex()
         self._released: tuple[int, int] | None = None  # the end of its only lane when this process gave it back
+        self._noted_removals = False  # that this process removes rows, to those who look at what came before a row
+        #: The store as a queue; None: it was made by an engram whose stores were none.
+        self.queue = _native.StoreQueue(store) if store.can_remove else None
         self.capacity: int = store.lanes * store.lane_capacity * store.envs
         self.envs: int = store.envs
         _live.add(self)
@@ -140,7 +143,9 @@ class Lanes:
         rows it may still append, and whether it is this process's; and in the first lane `carried`: which entries agree
         at the borders of this process's rows in the lane where it was before. `removed`, where there are any: a bit for
         each row from `first` on, the lowest of a byte first, in base 64; in the last lane `rate`, of a store with
-        a rate limiter: the rows `written` and `drawn` since its counts began. A lane's end is a seam, unless this
+        a rate limiter: the rows `written` and `drawn` since its counts began; `queue`, of one: the rows of the lane,
+        counted as its environments' steps one after the other, below which all were handed out (`consumed`), and below
+        which they may be overwritten (`kept`). A lane's end is a seam, unless this
         process writes there or was the last to write: a process that loads the save goes on as this one would.
         """
         notice_fork()
@@ -180,6 +185,9 @@ class Lanes:
             )
         if (rate := self.store.rate_counts) is not None:
             saved[-1]["rate"] = {"written": max(0, rate[0]), "drawn": rate[1]}
+        if self.queue is not None and self.queue.is_one:
+            for lane, consumed, kept in zip(saved, self.queue.consumed, self.queue.kept, strict=True):
+                lane["queue"] = {"consumed": consumed, "kept": kept}
         return saved
 
     def _continues(self, lane: int, published: int) -> bool:
@@ -197,8 +205,11 @@ class Lanes:
         if i == 0:
             store.replaced, self.shifts = lane["replaced"], []
         self.shifts.append(shift)
-        if (rate := lane.get("rate")) is not None and store.is_limited:  # else the counts begin anew
+        if (rate := lane.get("rate")) is not None and store.rate_limit is not None:  # else the counts begin anew
             store.restore_rate_counts(rate["written"], rate["drawn"])
+        if (cursors := lane.get("queue")) is not None and self.queue is not None and self.queue.is_one:
+            consumed, kept = (max(0, cursors[name] - shift * self.envs) for name in ("consumed", "kept"))
+            self.queue.restore(i, consumed, kept)
 
     def shifts_since(self, lane_capacity: int | None) -> list[int]:
         """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
@@ -212,6 +223,7 @@ class Lanes:
         """The same lanes of the same rows, which were copied to another store in private memory."""
         twin = copy.copy(self)
         twin.store, twin.pending_borders = store, PendingBorders(store)
+        twin.queue = _native.StoreQueue(store) if store.can_remove else None
         _live.add(twin)
         return twin
 
@@ -405,15 +417,20 @@ class Lanes:
             yield
             return
         with self._beside_writers(locks):
-            if not store.guest:
-                if self._on_take is not None:
-                    self._on_take(None)
-                store.guest = _new_number(store, locks)
+            if not self._noted_removals and self._on_take is not None:
+                self._on_take(None)
+            self._noted_removals = True
+            self._take_guest_number(locks)
             wait_for_turn(locks, partial(store.begin_removing, lane), partial(self._begin_removing_after, lane))
             try:
                 yield
             finally:
                 store.end_removing(lane)
+
+    def _take_guest_number(self, locks: LaneLocks) -> None:
+        """Gives this process a number for turns that it has without being a writer."""
+        if not self.store.guest:
+            self.store.guest = _new_number(self.store, locks)
 
     @contextlib.contextmanager
     def _beside_writers(self, locks: LaneLocks) -> Iterator[None]:
@@ -442,6 +459,28 @@ class Lanes:
                 self.store.undo_takeover(lane, dead)
                 raise
         return True
+
+    # ---- the store as a queue ----
+    def begin_taking(self) -> None:
+        """Waits until no other process takes rows out of the queue; `queue.end_turn` ends that.
+
+        The caller keeps the other threads of this process out.
+
+        Raises:
+            StorageInUseError: another process has been taking a batch for ten seconds; the message names it.
+        """
+        locks, queue = self.locks, self.queue
+        assert queue is not None
+        if locks is None:
+            return
+        self._take_guest_number(locks)
+        wait_for_turn(locks, queue.begin_turn, lambda dead: not queue.begin_turn(dead), "taking a batch from")
+
+    def check_room(self, steps: int) -> None:
+        """A QueueFullError where the lane of a queue has no room for so many steps: before rows that are kept elsewhere
+        are put over others."""
+        if self.queue is not None:
+            self.queue.check_room(0, steps)
 
     def release(self) -> None:
         """Makes this process no writer any more. Where none other writes meanwhile, its trajectories go on."""
@@ -542,7 +581,16 @@ class Lanes:
 
     # ---- rows that a max-value writer writes over others, out of turn ----
     def reserve_sequences(self, n: int) -> int:
-        """The sequence of the first of n rows that are about to be written; they are given, whatever happens here."""
+        """The sequence of the first of n rows that are about to be written; they are given, whatever happens here.
+
+        Raises:
+            TypeError: the store is a queue, in which rows have their order.
+        """
+        if self.queue is not None and self.queue.is_one:
+            raise TypeError(
+                "this storage is a queue, whose rows are handed out in the order in which they come: a writer that "
+                "puts rows over others out of turn cannot write to it. Use a RoundRobinWriter, or `rb.end_queue()`"
+            )
         return self.store.reserve_sequences(n)
 
     def note_sequences(self, slots: Tensor) -> None:
@@ -584,6 +632,7 @@ class Lanes:
         self.mutex = threading.RLock()
         self._exclusive_depth = 0
         self._released = None  # the parent may go on where it stopped; this process did not write there
+        self._noted_removals = False
         self.store.end_save()  # the saving thread runs in the parent only
         self.store.after_fork()
         self._session = os.urandom(8).hex()
@@ -679,12 +728,15 @@ class Stints:
             raise
 
 
-def wait_for_turn(locks: LaneLocks, take: Callable[[], int], take_over: Callable[[int], bool]) -> None:
+def wait_for_turn(
+    locks: LaneLocks, take: Callable[[], int], take_over: Callable[[int], bool], what: str = "writing to"
+) -> None:
     """Waits until this process has a turn; a StorageInUseError where another has had it for ten seconds.
 
     Args:
         take: takes it: 0, or the writer that has it.
         take_over: takes that of a writer that died; False where another process was faster.
+        what: the other process does with the store.
     """
     deadline = time.monotonic() + _TURN_TIMEOUT
     looks = 0
@@ -699,10 +751,10 @@ def wait_for_turn(locks: LaneLocks, take: Callable[[], int], take_over: Callable
             continue
         if time.monotonic() > deadline:
             pid = holder & ((1 << _native.PID_BITS) - 1)
+            lanes = "; or make the store with lanes=n, for about n writers side by side, which then wait for nobody"
             raise StorageInUseError(
-                f"process {pid} has been writing to this store for {_TURN_TIMEOUT:g} seconds, and writers take "
-                "turns: it was stopped, or waits for something. Let it go on or end it; or make the store with "
-                "lanes=n, for about n writers side by side, which then wait for nobody"
+                f"process {pid} has been {what} this store for {_TURN_TIMEOUT:g} seconds, and processes take turns in "
+                f"that: it was stopped, or waits for something. Let it go on or end it{lanes if 'writ' in what else ''}"
             )
         time.sleep(min(_LONGEST_TURN_PAUSE, _TURN_PAUSE * (looks - _TURN_LOOKS + 1)))
 

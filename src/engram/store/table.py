@@ -474,6 +474,7 @@ class Table:
     def after_fork(self, mutex: Any) -> None:
         """In a child: takes a mutex that no thread of the parent holds; nothing is opened before it is used here."""
         self._make_lock = threading.Lock()
+        self.flow.after_fork()
         self.take_mutex(mutex)
         self.place.after_fork(self.rows is not self._unwritten)
         self.native.pause()  # until this process uses the lanes

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from engram.data.replay_buffers.buffers.waiting import deadline_of
 from engram.data.replay_buffers.writers.round_robin import write_plan
-from engram.pytree import get_entry, stack, to_tensor
+from engram.errors import QueueFullError
+from engram.pytree import get_entry, part_of, stack, to_tensor
 from engram.store.indexing import returned_index
+from engram.store.rows import expand_slots
 from engram.store.steps import Form
 from engram.transforms.base import WriteRequest
 
@@ -179,14 +182,14 @@ class BatchWriter:
         Raises:
             TimeoutError: those who sample are too far behind for longer than `timeout` seconds.
         """
-        self._waits.await_room(timeout, "add" if single else "extend")
+        deadline = deadline_of(timeout)
+        self._waits.await_room_until(deadline, "add" if single else "extend")
         if self.transform.transforms:
-            return self._write_through(data, single, update_priority)
-        storage, time_dim = self._storage, -1 if single else self._time_dim
+            return self._write_through(data, single, update_priority, deadline)
+        time_dim = -1 if single else self._time_dim
         batch = self.as_batch(data, time_dim) if type(data) is list and not single else data
         priorities = None if update_priority is False else self._priorities_of(batch, single, time_dim)
-        with storage.mutex if priorities is None else self._writing():
-            slots = self._append(batch, single, time_dim, priorities)
+        slots = self._append(batch, single, time_dim, priorities, deadline)
         return self._index_of(slots, single)
 
     @property
@@ -207,14 +210,8 @@ class BatchWriter:
         """Writes the steps that transforms hold back; returns their indices."""
         transform, storage = self.transform, self._storage
         self._waits.await_room(what="flush_transforms")
-        with self._writing():
-            before = transform.remember()
-            try:
-                slots = self._write_made(transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
-            except BaseException:
-                transform.undo(before)
-                raise
-        return self._index_of(slots, False)
+        made, slots = self._made(lambda: transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
+        return self._index_of(self._write_made(made) if slots is None else slots, False)
 
     def in_place(self, items: Any) -> Any:
         """Data that replace stored steps, as transforms store them: they follow nothing that was written before."""
@@ -237,26 +234,43 @@ class BatchWriter:
         """A list of items as one batch; storages of items take the list."""
         return self._storage.access.table.rows.as_batch(items, time_dim)
 
-    def _write_through(self, items: Any, single: bool, update_priority: bool | None) -> Any:
+    def _write_through(self, items: Any, single: bool, update_priority: bool | None, deadline: float | None) -> Any:
         transform, storage = self.transform, self._storage
+        slots = None
         if not transform.stream.inverse_is_ordered:
             made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
-            with self._writing():
-                slots = self._write_made(made, update_priority)
         else:
-            with self._writing():
-                if type(items) is list:
-                    items = stack(items, self._time_dim)
-                before = transform.remember()
-                try:
-                    made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
-                    slots = self._write_made(made, update_priority)
-                except BaseException:
-                    transform.undo(before)
-                    raise
+
+            def make() -> WriteRequest:
+                batch = stack(items, self._time_dim) if type(items) is list else items
+                return transform.inverse_stream(WriteRequest(batch, storage.ndim, self._time_dim, single))
+
+            made, slots = self._made(make, update_priority)
+        if slots is None:
+            slots = self._write_made(made, update_priority, deadline)
         return self._index_of(slots, made.single and not made.resized)
 
-    def _write_made(self, made: WriteRequest, update_priority: bool | None = None) -> Any:
+    def _made(
+        self, make: Callable[[], WriteRequest], update_priority: bool | None = None
+    ) -> tuple[WriteRequest, Any | None]:
+        """What transforms make of data, and the slots to which it was written, before anybody else writes. Where it is
+        refused, transforms are as before.
+
+        In a queue that may be full what they make is written when they are done, without their lock: no slots.
+        """
+        transform = self.transform
+        with self._writing():
+            before = transform.remember()
+            try:
+                made = make()
+                return made, None if self._waits.fills_up() else self._write_made(made, update_priority)
+            except BaseException:
+                transform.undo(before)
+                raise
+
+    def _write_made(
+        self, made: WriteRequest, update_priority: bool | None = None, deadline: float | None = None
+    ) -> Any:
         """Writes what transforms made of the data, if anything; returns slots."""
         items, time_dim = made.items, -1 if made.single else made.time_dim
         if made.held is not None:
@@ -268,9 +282,46 @@ class BatchWriter:
         if type(items) is list:
             items = self.as_batch(items, time_dim)
         priorities = None if update_priority is False else self._priorities_of(items, made.single, time_dim)
-        return self._append(items, made.single, time_dim, priorities)
+        return self._append(items, made.single, time_dim, priorities, deadline)
 
-    def _append(self, items: Any, single: bool, time_dim: int, priorities: Tensor | None) -> Any:
+    def _append(
+        self, items: Any, single: bool, time_dim: int, priorities: Tensor | None, deadline: float | None
+    ) -> Any:
+        """Writes steps with their priorities; returns slots. Of a queue it waits for room, outside of all locks."""
+        try:
+            with self._storage.mutex if priorities is None else self._writing():
+                return self._append_now(items, single, time_dim, priorities)
+        except QueueFullError as full:
+            return self._append_rest(full, items, single, time_dim, priorities, deadline)
+
+    def _append_rest(
+        self, full: QueueFullError, items: Any, single: bool, time_dim: int, priorities: Tensor | None,
+        deadline: float | None,
+    ) -> Any:  # fmt: skip
+        """As `_append`, where the queue had no room for all of them: a part at a time."""
+        steps, done, envs = full.steps, full.done, math.prod(self._storage.env_shape)
+        slots, what = [self._written_of(full)], "add" if single else "extend"
+        while done < steps:
+            n = self._waits.await_place(deadline, what, done, steps)
+            part = items if single else part_of(items, time_dim, done, done + n)
+            own = None if priorities is None else priorities[done * envs : (done + n) * envs]
+            try:
+                with self._storage.mutex if own is None else self._writing():
+                    slots.append(to_tensor(self._append_now(part, single, time_dim, own)).reshape(-1))
+                done += n
+            except QueueFullError as again:  # another writer took the room, or some of it
+                slots.append(self._written_of(again))
+                done += again.done
+        self._waits.flow.has_waited = False
+        return int(slots[-1]) if single and envs == 1 else torch.cat(slots)
+
+    def _written_of(self, full: QueueFullError) -> Tensor:
+        """The slots of what was written before a queue was full."""
+        if not full.done:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
+        return to_tensor(expand_slots(full.slots[: full.done], self._storage.lanes.envs))
+
+    def _append_now(self, items: Any, single: bool, time_dim: int, priorities: Tensor | None) -> Any:
         """Writes steps with their priorities; returns slots. The caller holds the mutex."""
         storage = self._storage
         if self._check_rows is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ from engram.data.replay_buffers.buffers.stats import (
     count_steps,
     draws_of,
     observation_shares_of,
+    queue_figures_of,
     shown_content,
     writers_of,
 )
@@ -49,6 +51,7 @@ from engram.data.replay_buffers.buffers.waiting import SHUT_DOWN
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
+from engram.data.replay_buffers.samplers.queue import QueueSampler, QueueShortError
 from engram.data.replay_buffers.samplers.random import RandomSampler
 from engram.data.replay_buffers.state.buffers import (
     PARTS,
@@ -439,25 +442,53 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         index: Tensor = writes.write(data, single=False, update_priority=update_priority, timeout=timeout)
         return index
 
-    def await_room(self, timeout: float | None = None, *, stop: Callable[[], bool] | None = None) -> None:
+    def await_room(
+        self, timeout: float | None = None, *, rows: int = 1, stop: Callable[[], bool] | None = None
+    ) -> None:
         """Waits until more rows may be written, as `add` and `extend` do: for who makes rows only when there is room.
 
         Args:
             timeout: seconds, at most; None: any time.
+            rows: how many are to be made: a queue has room for as many, or for as many as it ever has. Others who write
+                may take it.
             stop: a function that is called now and then: where it returns True, the wait ends.
 
         Raises:
             TimeoutError: those who sample were too far behind until then.
             RuntimeError: nobody can sample.
         """
-        self._parts.waits.await_room(timeout, "who writes", stop)
+        self._parts.waits.await_room(timeout, "who writes", stop, rows)
 
-    @property
-    def has_room(self) -> bool:
+    def has_room(self, rows: int = 1) -> bool:
         """Whether more rows may be written now; `await_room` waits until they may."""
         parts = self._parts
         watched = parts.flow.watched
-        return watched is None or not watched.is_limited or parts.waits.has_room()
+        return watched is None or not watched.is_limited or parts.waits.has_room(rows)
+
+    @property
+    def holds_writers_back(self) -> bool:
+        """Whether who writes may have to wait for who samples: a rate limiter, or a queue, sees to that."""
+        if self._parts.waits.fills_up():
+            return True
+        limiter = self.rate_limiter
+        return limiter is not None and math.isfinite(limiter.limit.behind)
+
+    def end_queue(self) -> None:
+        """The storage is a queue no more, for all who use it: writers wait no more, and overwrite the oldest rows; what
+        was handed out is forgotten. This buffer draws uniformly from now on, if its sampler was a `QueueSampler`.
+
+        Example:
+            >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), sampler=QueueSampler(), batch_size=2)
+            >>> _ = rb.extend(torch.arange(4))
+            >>> rb.end_queue()
+            >>> _ = rb.extend(torch.arange(4))
+            >>> rb.write_count, rb.sampler
+            (8, RandomSampler())
+        """
+        with self._storage.mutex:
+            self._flow.end_queue()
+        if isinstance(self._sampler, QueueSampler):
+            self.set_sampler(RandomSampler())
 
     @property
     def column_rows(self) -> ColumnRows | None:
@@ -609,6 +640,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 batch = as_arrays(batch)
         except BaseException as error:
             parts.waits.undo(counted)
+            if isinstance(error, QueueShortError):  # rows of this batch were overwritten before they were read
+                return self.sample(n, return_info, as_numpy=as_numpy, wait=wait, timeout=timeout)
             if isinstance(error, MemoryError):
                 raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
             raise
@@ -627,15 +660,20 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         while True:
             if self._failure is not None:
                 self._raise_failure()
-            counted = self._parts.waits.take(self._batch_size, None, None)
+            try:
+                n, counted = self._parts.waits.take_next(self._batch_size)
+            except EpochOverError:
+                return
             parts, sampler, storage = self._parts, self._sampler, self._storage
             source = parts.reader if parts.prefetcher is None else parts.prefetcher
             try:
-                batch, last, epochs = source.next(self._batch_size, parts.tracks_generations, epochs)
+                batch, last, epochs = source.next(n, parts.tracks_generations, epochs)
             except BaseException as error:
                 parts.waits.undo(counted)
                 if isinstance(error, EpochOverError):
                     return
+                if isinstance(error, QueueShortError):
+                    continue
                 raise
             self._handed_out.batches += 1
             yield batch
@@ -762,6 +800,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             compact=observation_shares_of(storage),
             removed=storage.lanes.store.removed_rows,
             **draws_of(storage),
+            **queue_figures_of(storage, self._sampler),
         )
 
     @overload

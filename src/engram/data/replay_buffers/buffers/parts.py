@@ -15,18 +15,19 @@ from engram._generator import Generator
 from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.buffers.in_place import change_entries
 from engram.data.replay_buffers.buffers.rate_limiters import described_limit
-from engram.data.replay_buffers.buffers.waiting import Waits, WaitsOfMembers
+from engram.data.replay_buffers.buffers.waiting import QueueWaits, Waits, WaitsOfMembers
 from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.reading.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of, user_object
 from engram.data.replay_buffers.samplers.ensemble import SamplerEnsemble
 from engram.data.replay_buffers.samplers.epochs import check_full_batches
+from engram.data.replay_buffers.samplers.queue import QueueSampler
 from engram.data.replay_buffers.state.buffers import SavedBuffer
 from engram.data.replay_buffers.state.generators import SavedGenerator, SavedGenerators
 from engram.data.replay_buffers.state.parts import SavedPart, SavedTransformsOfEach, saved_transforms
 from engram.data.replay_buffers.state.plans import has_hooks
 from engram.data.replay_buffers.storages.base import Storage, StorageUser
-from engram.data.replay_buffers.writers.round_robin import Writer
+from engram.data.replay_buffers.writers.round_robin import Placing, Writer
 from engram.pytree import collate_items
 from engram.transforms.compose import Compose, describe_transform
 
@@ -99,6 +100,13 @@ class BufferParts(StorageUser):
         #: How callers wait for others, and, before each draw, whether draws are bound.
         if isinstance(sampler, SamplerEnsemble):
             self.waits: Waits = WaitsOfMembers(storage, sampler, bool(settings.prefetch))
+        elif isinstance(sampler, QueueSampler):
+            if writer.placing is not Placing.BEHIND:
+                raise TypeError(
+                    f"a QueueSampler hands out rows in the order in which they come, and a {type(writer).__name__} "
+                    "puts them elsewhere: use a RoundRobinWriter"
+                )
+            self.waits = QueueWaits(storage, sampler, bool(settings.prefetch))
         else:
             self.waits = Waits(storage, sampler)
         self.flow = self.waits.flow

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from engram._figures import ReadAsMapping
 from engram._system import human_bytes
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of
+from engram.data.replay_buffers.samplers.queue import QueueSampler
 from engram.data.replay_buffers.storages.base import Storage
 from engram.data.replay_buffers.storages.ensemble import StorageEnsemble
 from engram.pytree import format_key
 from engram.store.episodes import EpisodeIndex, StoredTrajectories
-from engram.store.flow import rate_figures
+from engram.store.flow import queue_figures, rate_figures
 from engram.store.observation_shares import ObservationShares
 from engram.store.writers import WriterShare, writer_shares
 
@@ -32,6 +33,10 @@ class _Counts(NamedTuple):
     samples_per_insert: float | None = None
     waited_insert_s: float = 0.0
     waited_sample_s: float = 0.0
+    waiting: int | None = None
+    missed: int = 0
+    stale: int = 0
+    versions: tuple[int | None, int] | None = None
 
 
 class BufferStats(ReadAsMapping, _Counts):
@@ -55,8 +60,13 @@ class BufferStats(ReadAsMapping, _Counts):
         removed: of the stored steps, those that `remove` has taken out: they are not drawn.
         samples: rows that were drawn, by all processes, since the rate limiter began to count; None: there is none.
         samples_per_insert: that for each row written since then, after the limiter's first `min_size_to_sample`.
-        waited_insert_s, waited_sample_s: seconds that a rate limiter has let those wait who write, and who sample, all
-            of them together.
+        waited_insert_s, waited_sample_s: seconds that a rate limiter, or a queue, has let those wait who write, and who
+            sample, all of them together.
+        waiting: of a storage that is a queue (`QueueSampler`), the rows that are to be handed out; None: it is none.
+        missed: rows that were overwritten before they were handed out.
+        stale: rows that were passed because they were too old (`max_staleness`).
+        versions: of a buffer with a QueueSampler, the policy's version of the oldest row that waits (None: there is
+            none, or rows have no version), and the version that trains; else None.
 
     Example:
         >>> rb = ReplayBuffer(storage=LazyTensorStorage(4), batch_size=2)
@@ -66,7 +76,8 @@ class BufferStats(ReadAsMapping, _Counts):
         >>> rb.stats()
         BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
                     writers=(), compact=None, removed=0, samples=None, samples_per_insert=None,
-                    waited_insert_s=0.0, waited_sample_s=0.0)
+                    waited_insert_s=0.0, waited_sample_s=0.0, waiting=None, missed=0,
+                    stale=0, versions=None)
         >>> rb.stats()["size"], dict(rb.stats())["utilization"]
         (4, 1.0)
     """
@@ -120,6 +131,21 @@ def draws_of(storage: Storage) -> dict[str, Any]:
     return {
         "samples": figures.drawn,
         "samples_per_insert": figures.samples_per_insert,
+        "waited_insert_s": figures.waited_insert_s,
+        "waited_sample_s": figures.waited_sample_s,
+    }
+
+
+def queue_figures_of(storage: Storage, sampler: Any) -> dict[str, Any]:
+    """What `BufferStats` has of a queue."""
+    figures = queue_figures(storage.lanes.store)
+    if figures is None:
+        return {}
+    return {
+        "waiting": figures.waiting,
+        "missed": figures.missed,
+        "stale": figures.stale,
+        "versions": sampler.versions(storage) if isinstance(sampler, QueueSampler) else None,
         "waited_insert_s": figures.waited_insert_s,
         "waited_sample_s": figures.waited_sample_s,
     }

@@ -10,7 +10,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engram.store.flow import Flow, RateLimit, Wait, is_let_through, limit_of, nobody_else, writers_shown
+from engram.data.replay_buffers.reading.reader import EpochOverError
+from engram.data.replay_buffers.samplers.queue import QueueSampler
+from engram.store.flow import (
+    Flow,
+    HopelessError,
+    RateLimit,
+    Wait,
+    is_let_through,
+    limit_of,
+    nobody_else,
+    setting_of,
+    writers_shown,
+)
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.samplers.base import Sampler
@@ -18,6 +30,7 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
 
+_LET_OTHERS_GO = 2e-4  # seconds that a writer who has not waited for room leaves to those who do
 SHUT_DOWN = "this buffer was shut down while it waited"
 
 
@@ -88,6 +101,14 @@ class Waits:
             return self.successor.take_until(n, wait, deadline)
         return functools.partial(self._give_back, n) if taken > 0 else None
 
+    def take_next(self, n: int) -> tuple[int, Callable[[], None] | None]:
+        """As `take`, for a loop over batches of n: also how many rows the next one has.
+
+        Raises:
+            EpochOverError: there are none any more, and nobody can write others.
+        """
+        return n, self.take(n, None, None)
+
     def can_take(self, n: int) -> bool:
         """Whether n rows may be drawn now."""
         limit = self._limit()
@@ -126,38 +147,99 @@ class Waits:
 
     # ---- who writes ----
     def await_room(
-        self, timeout: float | None = None, what: str = "extend", stop: Callable[[], bool] | None = None
+        self, timeout: float | None = None, what: str = "extend", stop: Callable[[], bool] | None = None, rows: int = 0
     ) -> None:
         """Waits until more rows may be written.
 
         Args:
             what: who waits, in messages.
             stop: whether the caller has something else to do, and comes again: then it returns.
+            rows: for which a queue must have room, or for as many as it ever has. 0: who writes waits for that.
 
         Raises:
             TimeoutError: they may not be written until then. RuntimeError: they never may.
         """
-        self.await_room_until(deadline_of(timeout), what, stop)
+        self.await_room_until(deadline_of(timeout), what, stop, rows)
 
-    def await_room_until(self, deadline: float | None, what: str, stop: Callable[[], bool] | None) -> None:
+    def await_room_until(
+        self, deadline: float | None, what: str, stop: Callable[[], bool] | None = None, rows: int = 0
+    ) -> None:
         """As `await_room`, until a moment of `time.monotonic`; None: any time."""
-        if self._limit() is None or is_let_through():
+        if (self._limit() is None and not (rows and self.fills_up())) or (is_let_through() and not rows):
             return
 
         def ready() -> bool:
-            return self.successor is not None or self._may_insert() or (stop is not None and stop())
+            return self.successor is not None or self.has_room(rows) or (stop is not None and stop())
 
-        self._wait(ready, lambda: self._lacks_draws(what), self._no_sampler, inserts=True)(deadline)
+        self._wait(ready, lambda: self._lacks_draws(what, rows), self._no_sampler, inserts=True)(deadline)
         if self.successor is not None:
-            self.successor.await_room_until(deadline, what, stop)
+            self.successor.await_room_until(deadline, what, stop, rows)
 
-    def has_room(self) -> bool:
-        """Whether more rows may be written now."""
-        return self._limit() is None or self._may_insert()
+    def has_room(self, rows: int = 0) -> bool:
+        """Whether more rows may be written now; `rows` as in `await_room`."""
+        lanes = self._storage.lanes
+        if not lanes.store.is_limited or not lanes.store.may_insert():
+            return not lanes.store.is_limited
+        return not rows or not self.fills_up() or self._steps_of_room(lanes) >= self._steps_of(rows, lanes)
 
-    def _may_insert(self) -> bool:
-        store = self._storage.lanes.store
-        return not store.is_limited or store.may_insert()
+    # ---- a queue, whose writers wait where it is full ----
+    def fills_up(self) -> bool:
+        """Whether the storage is a queue whose rows are not overwritten before they were handed out."""
+        if self.flow.conflict:
+            raise ValueError(self.flow.conflict)
+        setting = setting_of(self._storage.lanes)
+        return setting is not None and not setting.overwrites
+
+    def await_place(self, deadline: float | None, what: str, done: int, steps: int) -> int:
+        """Waits until a lane of the queue has room for a part of what is left of so many time steps; returns for how
+        many.
+
+        Raises:
+            TimeoutError: none has until then. RuntimeError: none ever will, or all rows were replaced meanwhile.
+        """
+        incarnation = self._storage.access.incarnation
+
+        def room() -> int:
+            if self._storage.access.incarnation != incarnation:
+                raise RuntimeError(
+                    f"all rows of this storage were replaced while {what} waited for room; {_written(done, steps)}"
+                )
+            queue = self._storage.lanes.queue
+            return steps if queue is None or not queue.is_one else int(queue.room)
+
+        def ready() -> bool:
+            if found := room() > 0:
+                return found
+            queue = self._storage.lanes.queue
+            if queue is not None and queue.is_one:
+                queue.note_writer_waits()
+            return False
+
+        flow, is_first = self.flow, not done
+        if not ready():
+            flow.has_waited, is_first = True, False
+            lacks = functools.partial(self._lacks_place, what, done, steps)
+            self._wait(ready, lacks, self._no_sampler, inserts=True)(deadline)
+        elif is_first and not flow.has_waited:
+            time.sleep(_LET_OTHERS_GO)  # there is room: others wait for it
+        return min(steps - done, room())
+
+    def _steps_of(self, rows: int, lanes: Lanes) -> int:
+        """The time steps for which a batch of so many rows waits at the most."""
+        return min(-(-rows // lanes.envs), lanes.store.lanes * lanes.store.lane_capacity)
+
+    @staticmethod
+    def _steps_of_room(lanes: Lanes) -> int:
+        queue = lanes.queue
+        return 0 if queue is None else int(queue.total_room)
+
+    def _lacks_place(self, what: str, done: int, steps: int) -> str:
+        lanes = self._storage.lanes
+        waiting = 0 if lanes.queue is None else lanes.queue.waiting
+        return (
+            f"{what} waits for room in the queue: {waiting:,} rows wait to be handed out, of {lanes.capacity:,} that "
+            f"fit, and nobody takes them: the learner is behind, or has ended; {_written(done, steps)}"
+        )
 
     # ---- both ----
     def _limit(self) -> RateLimit | None:
@@ -220,7 +302,13 @@ class Waits:
             f"{writers_shown(lanes)}"
         )
 
-    def _lacks_draws(self, what: str) -> str:
+    def _lacks_draws(self, what: str, rows: int = 0) -> str:
+        if rows and self.fills_up():
+            lanes = self._storage.lanes
+            return (
+                f"{what} waits for room for {self._steps_of(rows, lanes) * lanes.envs:,} rows in the queue, which has "
+                f"room for {self._steps_of_room(lanes) * lanes.envs:,}: the learner is behind, or has ended"
+            )
         limit, counts = self._limit(), self._storage.lanes.store.rate_counts
         if limit is None or counts is None or math.isinf(limit.behind):  # somebody has ended or changed it just now
             return f"{what} waits"
@@ -241,8 +329,95 @@ class Waits:
     def _no_sampler(self, lanes: Lanes) -> str:
         return (
             "Nobody can draw them: the rows lie in memory of this process, which has no other thread. Sample first "
-            "(`while rb.can_sample(): rb.sample()`), or give the rate limiter a larger error_buffer, or behind=None"
+            "(`while rb.can_sample(): rb.sample()`), or make the queue's storage larger, or give the rate limiter a "
+            "larger error_buffer, or behind=None"
         )
+
+
+class _FlowOfQueue:
+    """What a buffer whose sampler takes rows out of a queue looks at before each draw: that it has to take them."""
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+
+    @property
+    def watched(self) -> _FlowOfQueue:
+        return self
+
+    @property
+    def is_limited(self) -> bool:
+        return True
+
+    def take_samples(self, n: int) -> int:
+        """-1: `QueueWaits.take` chooses the rows."""
+        return -1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._flow, name)
+
+
+class QueueWaits(Waits):
+    """The waits of a buffer that takes rows out of a queue: a batch is chosen by waiting for it.
+
+    Args:
+        prefetch: whether batches are prepared ahead.
+    """
+
+    def __init__(self, storage: Storage, sampler: QueueSampler, prefetch: bool) -> None:
+        if prefetch:
+            raise ValueError(
+                "a QueueSampler takes each batch out of the queue when it is wanted: make the buffer without prefetch"
+            )
+        super().__init__(storage, sampler)
+        self._queue_sampler = sampler
+        self._of_table: Flow = self.flow
+        self.flow: Any = _FlowOfQueue(self.flow)
+        with storage.mutex:
+            self._of_table.name_queue(sampler.setting)
+
+    def take_until(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
+        sampler, storage = self._queue_sampler, self._storage
+        if self._of_table.conflict:
+            raise ValueError(self._of_table.conflict)
+        if n > storage.lanes.capacity:
+            raise ValueError(
+                f"a batch of {n:,} rows is more than the queue has room for, {storage.lanes.capacity:,}: it would "
+                "never be there. Make the storage larger, or the batch smaller"
+            )
+
+        def ready() -> bool:
+            return self.successor is not None or sampler.take_ahead(storage, n)
+
+        if wait is False:
+            if not ready():
+                raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")
+        else:
+            self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
+        if self.successor is not None:
+            sampler.put_off()
+            return self.successor.take_until(n, wait, deadline)
+        return sampler.put_off
+
+    def take_next(self, n: int) -> tuple[int, Callable[[], None] | None]:
+        try:
+            return super().take_next(n)
+        except HopelessError:
+            sampler = self._queue_sampler
+            if not sampler.take_ahead(self._storage, n, fewer=True):
+                raise EpochOverError from None
+            return sampler.taken_ahead, sampler.put_off
+
+    def can_take(self, n: int) -> bool:
+        return True  # as the sampler says
+
+    def _limit(self) -> RateLimit | None:
+        return None
+
+    def _lacks_rows(self, n: int) -> str:
+        lanes = self._storage.lanes
+        waiting = 0 if lanes.queue is None else lanes.queue.waiting
+        left = max(1, n - waiting)
+        return f"sample waits for {_rows(left)}: {waiting:,} of {n:,} are there{writers_shown(lanes)}"
 
 
 class _FlowOfMembers:
@@ -276,6 +451,12 @@ class WaitsOfMembers(Waits):
     def __init__(self, storage: Any, sampler: SamplerEnsemble, prefetch: bool) -> None:
         super().__init__(storage, sampler)
         self._ensemble, self._prefetch = sampler, prefetch
+        for member in sampler.members:
+            if isinstance(member, QueueSampler):
+                raise TypeError(
+                    "a QueueSampler takes rows out of one storage, and is no member of an ensemble: sample that buffer "
+                    "by itself"
+                )
         members = zip(storage.storages, sampler.members, strict=True)
         self._of_members = [Waits(*member, self) for member in members]
         self.flow: Any = _FlowOfMembers([waits.flow for waits in self._of_members])
@@ -313,6 +494,10 @@ class WaitsOfMembers(Waits):
 
     def _limit(self) -> RateLimit | None:
         return None
+
+
+def _written(done: int, steps: int) -> str:
+    return f"the first {done:,} of {steps:,} time steps were written" if done else "nothing was written"
 
 
 def _rows(n: int) -> str:

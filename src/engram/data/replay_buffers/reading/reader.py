@@ -204,7 +204,11 @@ class Member:
         if read is None:
             return None
         batch, lost, _, generation = read
-        if lost:
+        if draw.taken is not None:
+            if lost:
+                return None
+            draw.taken()
+        elif lost:
             again = self._read_again(draw, lost, generations)
             if again is None:
                 return None

@@ -11,6 +11,7 @@ from engram.data.replay_buffers.samplers.ensemble import (
 from engram.data.replay_buffers.samplers.prioritized import (
     PrioritizedSampler,
 )
+from engram.data.replay_buffers.samplers.queue import QueueSampler
 from engram.data.replay_buffers.samplers.random import RandomSampler, SamplerWithoutReplacement
 from engram.data.replay_buffers.samplers.slices import (
     PrioritizedSliceSampler,
@@ -23,6 +24,7 @@ __all__ = [
     "DrawTotals",
     "PrioritizedSampler",
     "PrioritizedSliceSampler",
+    "QueueSampler",
     "RandomSampler",
     "Sampler",
     "SamplerEnsemble",

@@ -1,0 +1,371 @@
+"""A sampler that hands out each row once, oldest first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+import engram._native as _native
+from engram._checks import count_or_none
+from engram.data.replay_buffers.samplers.base import Sampler, WorkerShare
+from engram.data.replay_buffers.samplers.draw import Draw, DrawnSequences, DrawPlan, Index
+from engram.data.replay_buffers.storages.single_steps import read_leaves
+from engram.pytree import as_path, format_key, get_entry, has_keys, to_tensor
+from engram.store.flow import QueueSetting
+
+if TYPE_CHECKING:
+    from engram.data.replay_buffers.storages.base import Storage
+    from engram.store.lanes import Lanes
+
+_MOST_DRAWS_ANEW = 1000  # of one batch, whose rows writers overwrite before they are read
+
+
+class QueueShortError(RuntimeError):
+    """Fewer rows wait than are wanted: others took them, or overwrote them, since somebody looked."""
+
+
+class _Taking(NamedTuple):
+    """Rows that a thread has chosen, and has the turn to hand out.
+
+    Attributes:
+        thread: which one.
+        storage, lanes: of the rows.
+        slots, sequences: of each row, int64 [n].
+        next: of each lane, the row behind those.
+        missed, stale: rows that are passed because they were overwritten, or are too old.
+    """
+
+    thread: int
+    storage: Storage
+    lanes: Lanes
+    slots: Tensor
+    sequences: Tensor
+    next: list[int]
+    missed: int
+    stale: int
+
+
+class QueueSampler(Sampler, built_in=True):
+    """Hands out each row once, oldest first: the storage is a queue, for all processes that use it.
+
+    A storage of one lane is first in, first out; of several lanes the rows of each come in their order, and of each
+    lane its share of what waits. `sample` waits for a whole batch, and `add` and `extend` for room, as rows that were
+    not handed out are not overwritten (`full="wait"`). Any number of processes sample: each row goes to one. Buffers of
+    the same storage with another sampler draw from all that is stored, and take nothing out.
+
+    The store remembers that it is a queue, whoever opens it, until `rb.end_queue()`. So that no row is overwritten
+    before, each process that uses it names it: one function that makes the buffer, called by all.
+
+    `for batch in rb` ends where nobody can write any more, with the rest as a last, shorter batch: rows are in memory
+    of this process, and no other thread of it lives, such as a collector's.
+
+    Args:
+        max_staleness: rows that are older are passed and never handed out: those whose version, at `version_key`, is
+            more than so many below `consumer_version`. What it passes is not a random part: long episodes, and those of
+            slow actors, are older when they are written. None: no row is too old.
+        version_key: where rows have the version of the policy that made them, as collectors with
+            `track_policy_version=True` write it.
+        full: "wait", or "overwrite": the oldest rows make room for new ones, and those that were not handed out count
+            as `missed`.
+        commit: "auto": a row is final when it is handed out.
+
+    Raises:
+        TypeError: for storages of users' classes, and in an ensemble.
+        ValueError: with `prefetch`; other users of the store know it as another queue, or it has a rate limiter.
+
+    Example:
+        >>> rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=QueueSampler(), batch_size=4)
+        >>> _ = rb.extend(torch.arange(6))
+        >>> rb.sample(), rb.stats().waiting
+        (tensor([0, 1, 2, 3]), 2)
+        >>> _ = rb.extend(torch.arange(6, 10))  # there is room for them
+        >>> rb.sample(), rb.can_sample()
+        (tensor([4, 5, 6, 7]), False)
+    """
+
+    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_taking": None, "_storage": None}
+
+    def __init__(
+        self,
+        max_staleness: int | None = None,
+        version_key: Any = ("collector", "policy_version"),
+        full: str = "wait",
+        commit: str = "auto",
+        *,
+        compilable: bool = False,
+        rank: int = 0,
+    ) -> None:
+        super().__init__(compilable, rank=rank)
+        self.max_staleness = count_or_none(max_staleness, "max_staleness", 0)
+        self.version_key = version_key
+        self._version_path = as_path(version_key, "version_key")
+        if full not in ("wait", "overwrite"):
+            raise ValueError(f'full must be "wait" or "overwrite", got {full!r}')
+        if commit != "auto":
+            raise ValueError(f'commit must be "auto", got {commit!r}')
+        self.full, self.commit = full, commit
+        self._taking: _Taking | None = None
+        self._storage: Storage | None = None
+        self._draws_anew = 0
+
+    @property
+    def setting(self) -> QueueSetting:
+        """What the store keeps of it."""
+        return QueueSetting(self.full == "overwrite", self.commit == "manual")
+
+    @property
+    def consumer_version(self) -> int:
+        """The version of the policy that trains, from which `max_staleness` counts; the store keeps it for all.
+
+        Collectors set it with `update_policy_weights_`, where they write to a buffer of this storage.
+        """
+        return self._queue().consumer_version
+
+    @consumer_version.setter
+    def consumer_version(self, version: int) -> None:
+        self._queue().consumer_version = int(version)
+
+    def _queue(self) -> _native.StoreQueue:
+        if self._storage is None:
+            raise RuntimeError("this QueueSampler belongs to no buffer yet, whose storage is the queue")
+        return _queue_of(self._storage.lanes)
+
+    # ---- drawing ----
+    def check_storage(self, storage: Storage) -> None:
+        self._storage = storage
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
+        """As `Sampler.sample`: the rows are handed out by it. RuntimeError: fewer wait."""
+        draw = self._take(storage, batch_size)
+        assert draw.taken is not None
+        draw.taken()
+        return draw.index, {}
+
+    def can_sample(self, storage: Storage, batch_size: int) -> bool:
+        if _queue_of(storage.lanes).waiting < batch_size:
+            return False
+        if self.max_staleness is None:
+            return True
+        try:
+            return self.take_ahead(storage, batch_size)
+        finally:
+            self.put_off()
+
+    def draw_plan(self, storage: Storage) -> DrawPlan:
+        return super().draw_plan(storage)._replace(draw=partial(self._take, storage), is_loose=_is_loose)
+
+    def _split_among_workers(self, share: WorkerShare) -> None:
+        """Each worker process takes rows of its own out of a store that it shares with the others."""
+
+    # ---- taking rows: `take_ahead`, a draw, `Draw.taken` or `put_off`, by one thread that has the turn meanwhile ----
+    def take_ahead(self, storage: Storage, n: int, *, fewer: bool = False) -> bool:
+        """Chooses the next n rows for this thread's next draw, or with `fewer` what waits, and keeps the turn until
+        they are handed out; False: fewer wait, or none.
+
+        Raises:
+            RuntimeError: rows are gone that nobody was to overwrite; the next call goes on without them.
+            ValueError: the rows have no version, with `max_staleness`.
+            StorageInUseError: another process has been taking a batch for ten seconds.
+        """
+        self.put_off()
+        lanes = storage.lanes
+        lanes.use()
+        queue = _queue_of(lanes)
+        if not fewer and queue.waiting < n and not queue.just_missed:
+            return False
+        self._begin_turn(storage, lanes)
+        taking = None
+        try:
+            taking = self._chosen(storage, lanes, queue, n, fewer)
+            self._taking = taking
+        finally:
+            if taking is None:
+                self._end_turn(storage, queue)
+        return taking is not None
+
+    @property
+    def taken_ahead(self) -> int:
+        """How many rows this thread has chosen."""
+        taking = self._own_taking()
+        return 0 if taking is None else len(taking.slots)
+
+    def put_off(self) -> None:
+        """Gives the turn back where this thread has it: what it chose comes next, for whoever takes it."""
+        taking = self._own_taking()
+        if taking is not None:
+            self._taking = None
+            self._end_turn(taking.storage, _queue_of(taking.lanes))
+
+    def _take(self, storage: Storage, n: int) -> Draw:
+        taking = self._own_taking()
+        if taking is None:
+            if not self.take_ahead(storage, n):
+                raise QueueShortError(f"{_queue_of(storage.lanes).waiting} rows wait, fewer than a batch of {n}")
+            taking = self._taking
+            assert taking is not None
+            self._draws_anew += 1
+            if self._draws_anew > _MOST_DRAWS_ANEW:
+                self.put_off()
+                self._draws_anew = 0
+                raise RuntimeError(
+                    "writers overwrite the rows of this batch faster than they can be read; sample fewer"
+                )
+        slots = taking.slots
+        index = storage.from_slots(slots) if storage.ndim > 1 else slots
+        draw = Draw(index, slots, {}, type(self).__name__, partial(self._take, storage))
+        draw.store, draw.taken = taking.lanes.store, self._hand_out
+        if self.full != "wait":
+            draw.seen = DrawnSequences(taking.sequences)
+        return draw
+
+    def _hand_out(self) -> None:
+        """`Draw.taken`: the rows of this thread's draw are whole."""
+        taking = self._own_taking()
+        assert taking is not None
+        queue = _queue_of(taking.lanes)
+        try:
+            queue.hand_out(taking.next, taking.missed, taking.stale)
+        finally:
+            self._draws_anew = 0
+            self.put_off()
+
+    def _own_taking(self) -> _Taking | None:
+        taking = self._taking
+        return taking if taking is not None and taking.thread == threading.get_ident() else None
+
+    def _begin_turn(self, storage: Storage, lanes: Lanes) -> None:
+        self.lock.acquire()
+        consuming = storage.access.table.flow.consuming
+        try:
+            consuming.acquire()
+            try:
+                lanes.begin_taking()
+            except BaseException:
+                consuming.release()
+                raise
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def _end_turn(self, storage: Storage, queue: _native.StoreQueue) -> None:
+        try:
+            queue.end_turn()
+        finally:
+            storage.access.table.flow.consuming.release()
+            self.lock.release()
+
+    def _chosen(self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, fewer: bool) -> _Taking | None:
+        """What this thread, which has the turn, takes; None: fewer rows wait than it wants."""
+        if (missed := queue.just_missed) and self.full == "wait":
+            queue.hand_out(queue.choose(0)[2], missed)
+            raise RuntimeError(
+                f"{missed} rows were overwritten before they were handed out, though writers are to wait: a process "
+                "that did not know the queue wrote to the storage first. Each process names it, by one function that "
+                "makes the buffer; the next sample goes on without these rows (`rb.stats().missed`)"
+            )
+        slots, sequences, after = queue.choose(n)
+        stale = 0
+        if self.max_staleness is not None and len(slots):
+            slots, sequences, after, stale = self._fresh(storage, lanes, queue, n, (slots, sequences, after))
+        if len(slots) < n and not (fewer and len(slots)):
+            if stale:
+                queue.hand_out(after, missed, stale)
+            return None
+        return _Taking(threading.get_ident(), storage, lanes, slots, sequences, after, missed, stale)
+
+    # ---- rows that are too old ----
+    def _fresh(
+        self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, first: tuple[Tensor, Tensor, list[int]]
+    ) -> tuple[Tensor, Tensor, list[int], int]:
+        """The next n rows that are not too old, or as many as there are; of each lane the row behind them, and how many
+        are passed. Where there are fewer, only what is too old before the first of each lane that is not.
+        """
+        assert self.max_staleness is not None
+        oldest = queue.consumer_version - self.max_staleness
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        slots, sequences, after = first
+        found = 0
+        while True:
+            old = self._versions(storage, slots) < oldest
+            seen.append((slots, sequences, old))
+            found += len(slots) - int(old.sum())
+            if found >= n:
+                break
+            slots, sequences, after = queue.choose(n - found, after)
+            if not len(slots):
+                break
+        slots, sequences, old = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        fresh = ~old
+        if found >= n:
+            return slots[fresh], sequences[fresh], after, int(old.sum())
+        # The rows of a lane are in their order: what is too old before its first other one goes.
+        rows, envs = lanes.store.lane_capacity * lanes.envs, lanes.envs
+        lane, number = slots // rows, sequences * envs + slots % envs
+        passed, behind = 0, list(queue.consumed)
+        for which in torch.unique(lane).tolist():
+            here = lane == which
+            gone = int(torch.cumprod(old[here].to(torch.int64), 0).sum())
+            if gone:
+                passed += gone
+                behind[which] = int(number[here][gone - 1]) + 1
+        return slots[fresh], sequences[fresh], behind, passed
+
+    def _versions(self, storage: Storage, slots: Tensor) -> Tensor:
+        """The version of each row: int64 [n]. ValueError: the rows have none."""
+        path = self._version_path
+        layout = storage.layout
+        values: Any = None
+        if layout is None:
+            items = storage.read(slots).batch
+            entries = [get_entry(item, path) if has_keys(item) else None for item in items]
+            if all(entry is not None for entry in entries):
+                values = torch.stack([to_tensor(entry) for entry in entries])
+        elif path in layout.paths:
+            values = read_leaves(storage, slots, (path,)).batch[0]
+        if values is None:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} needs the version of each row, and the stored rows have no "
+                f"{format_key(path)}: make the collector with track_policy_version=True, or give version_key="
+            )
+        versions: Tensor = to_tensor(values)
+        if versions.dtype.is_floating_point or versions.numel() != len(slots):
+            raise ValueError(
+                f"versions are one integer for each row, and {format_key(path)} is {versions.dtype} "
+                f"{list(versions.shape[1:])}"
+            )
+        return versions.reshape(-1).to(torch.int64)
+
+    def versions(self, storage: Storage) -> tuple[int | None, int]:
+        """The version of the oldest row that waits (None: there is none, or rows have none), and the consumer's."""
+        queue = _queue_of(storage.lanes)
+        slots = queue.choose(1)[0]
+        try:
+            oldest = int(self._versions(storage, slots)[0]) if len(slots) else None
+        except ValueError:
+            oldest = None
+        return oldest, queue.consumer_version
+
+    # ---- state: all of it is the store's ----
+    def _config(self) -> dict[str, Any]:
+        return {"max_staleness": self.max_staleness, "full": self.full, "commit": self.commit}
+
+    def __repr__(self) -> str:
+        defaults = {"max_staleness": None, "full": "wait", "commit": "auto"}
+        given = (f"{name}={value!r}" for name, value in self._config().items() if value != defaults[name])
+        return f"QueueSampler({', '.join(given)})"
+
+
+def _queue_of(lanes: Lanes) -> _native.StoreQueue:
+    queue = lanes.queue
+    assert queue is not None  # the flow of its table has looked
+    return queue
+
+
+def _is_loose() -> bool:
+    """As `DrawPlan.is_loose`: rows of several lanes, or behind removed ones, do not follow each other."""
+    return True
