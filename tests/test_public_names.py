@@ -88,8 +88,8 @@ NAMES = {
     },
 }  # fmt: skip
 ERRORS = {
-    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "IncarnationError", "CheckpointError",
-    "CorruptCheckpointError", "ShardGoneError", "ShardVersionError",
+    "EngramError", "StorageError", "StorageInUseError", "NoFreeLaneError", "QueueFullError", "IncarnationError",
+    "CheckpointError", "CorruptCheckpointError", "ShardGoneError", "ShardVersionError",
     "CheckpointMisfitError", "DatasetError", "OutOfMemoryError", "OutsideSpecError",
     "ShardUnavailableError", "WorkerError",
 }  # fmt: skip

@@ -464,6 +464,9 @@ class StoreQueue:
     def waiting(self) -> int: ...
 
     @property
+    def lags(self) -> bool: ...
+
+    @property
     def just_missed(self) -> int: ...
 
     @property

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import Any
 
 from engram._text import visible, visible_lines
 
@@ -68,7 +67,7 @@ class QueueFullError(StorageError):
     none).
     """
 
-    def __init__(self, done: int, steps: int, slots: Any = None) -> None:
+    def __init__(self, done: int, steps: int, slots: object = None) -> None:
         super().__init__(done, steps, slots)
         self.done, self.steps, self.slots = done, steps, slots
 

@@ -75,6 +75,7 @@ void bind_queue(nb::module_& m) {
       .def_prop_ro("some_writer_waits", [](const StoreQueue& q) { return q.queue().some_writer_waits(); })
       // ---- consumers ----
       .def_prop_ro("waiting", [](const StoreQueue& q) { return q.queue().waiting(); })
+      .def_prop_ro("lags", [](const StoreQueue& q) { return q.queue().lags(); })
       .def_prop_ro("just_missed", [](const StoreQueue& q) { return q.queue().missed(); })
       .def_prop_ro("missed", [](const StoreQueue& q) { return q.flow().missed.load(); })
       .def_prop_ro("stale", [](const StoreQueue& q) { return q.flow().stale.load(); })

@@ -1,7 +1,8 @@
 // A store as a queue: which rows wait in all lanes, and the turn of who takes some of them. The orders are those of
 // queue_protocol.hpp. What holds, whoever is killed when:
 //
-//   1. kept <= consumed <= published <= kept + capacity, where writers wait; `consumed` and `kept` fall only in `seek`.
+//   1. kept <= consumed <= published <= kept + capacity, where writers wait, until a `seek` below `kept`; `consumed` and `kept` fall
+//      only there.
 //   2. Each row is handed out at most once between two seeks. (tests/model/queue.cpp; tests/crash/test_queue_kills.py)
 //   3. A consumer that is killed leaves its turn to the next one, and at most the batch that it had not handed out.
 #pragma once
@@ -63,7 +64,10 @@ class Queue {
     flow_.mode.store(FlowMode::kQueue | (overwrites ? FlowMode::kOverwrites : 0) | (commits ? FlowMode::kCommits : 0),
                      std::memory_order_release);
   }
-  void end() const { flow_.mode.store(0, std::memory_order_release); }
+  void end() const {
+    flow_.mode.store(0, std::memory_order_release);
+    for (uint64_t l = 0; l < lanes_.count(); ++l) lanes_.queue(l).end();
+  }
 
   // ---- consumers ----
   // Rows that wait, without those that were removed.
@@ -74,6 +78,12 @@ class Queue {
       n += here.rows() - removed(l, here.from, here.end);
     }
     return n;
+  }
+  // Whether a consumer was killed between its two stores: writers wait for what it has handed out.
+  bool lags() const {
+    for (uint64_t l = 0; lets_go() && l < lanes_.count(); ++l)
+      if (StdMemory::load(lanes_.queue(l).kept) != StdMemory::load(lanes_.queue(l).consumed)) return true;
+    return false;
   }
   // Rows that were overwritten and would have come next; where writers wait there are none, unless something was lost.
   uint64_t missed() const {

@@ -51,14 +51,22 @@ struct QueueProtocol {
   // how many of those that come again are gone.
   uint64_t seek(uint64_t to) const {
     const uint64_t first = rows.look().first * rows.envs;
-    if (to < Memory::load(kept)) Memory::store(kept, std::max(to, std::min(first, Memory::load(kept))));
+    const uint64_t kept_now = Memory::load(kept);
+    // A writer that sees this value, and never saw the one before, must see the copies of rows below it, too.
+    if (to < kept_now) Memory::release(kept, std::max(to, std::min(first, kept_now)), Order::kCopiesBeforeKept);
     Memory::store(consumed, to);
     return first > to ? first - to : 0;
   }
-  // All rows that are there wait; those that were overwritten before count as missed.
+  // From here on rows wait: all that are there, but for those that were handed out where the rows were saved. Those that were
+  // overwritten before count as missed.
   void begin() const {
-    Memory::store(consumed, Memory::load(rows.base) * rows.envs);
-    Memory::store(kept, rows.look().first * rows.envs);
+    Memory::store(consumed, std::max(Memory::load(consumed), Memory::load(rows.base) * rows.envs));
+    Memory::store(kept, std::max(Memory::load(kept), rows.look().first * rows.envs));
+  }
+  // What was handed out is forgotten.
+  void end() const {
+    const uint64_t base = Memory::load(rows.base) * rows.envs;
+    Memory::store(consumed, base), Memory::store(kept, base);
   }
 };
 

@@ -236,7 +236,7 @@ def test_room_that_another_writer_took_is_not_waited_for_in_a_call(monkeypatch):
         collector.rollout()
     count = rb.write_count
     looks = iter([True])  # before the call there was room
-    monkeypatch.setattr(ReplayBuffer, "has_room", property(lambda rb: next(looks, False)))
+    monkeypatch.setattr(ReplayBuffer, "has_room_for", lambda rb, rows: next(looks, False))
     collector.start()
     assert comes(lambda: rb.write_count == count + 5) and comes(lambda: waits(rb))
     assert ends(collector.state_dict)["frames"] == count + 5
@@ -251,7 +251,7 @@ def test_law_holds_for_batches_of_any_size(path, frames):
     collector = collecting(rb, frames_per_batch=frames, total_frames=20 * frames, **hook)
     with learner(rb):
         ended(collector)
-    rb.flush_transforms()
+        rb.flush_transforms()
     assert rb.write_count == collector.frames == 20 * frames
     assert_law_holds(rb, rows_beyond=frames + (2 if path == "multi-step" else 0))
     assert rb[:]["observation"][:, 0].tolist() == list(range(1000, 1000 - 20 * frames, -1))

@@ -136,9 +136,8 @@ def samplers() -> dict[str, Callable[[], Any]]:
         importlib.import_module(module.name)
     made: dict[str, Callable[[], Any]] = dict(OWN)
     for cls in sorted((c for c in BUILT_IN if issubclass(c, Sampler)), key=lambda c: c.__name__):
-        if issubclass(
-            cls, SamplerEnsemble | QueueSampler
-        ):  # of ensembles alone; hands each row out once (test_queue.py)
+        # Those of ensembles alone; a queue hands each row out once (tests/data/test_queue.py).
+        if issubclass(cls, SamplerEnsemble | QueueSampler):
             continue
         names = arguments(cls)
         base = {name: value for name, value in NEEDED.items() if name in names}

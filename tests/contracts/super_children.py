@@ -181,7 +181,7 @@ class Program:
     def facts(self) -> Any:
         rb, storage = self._rb, self._rb.storage
         layout = None if storage.layout is None else storage.layout.to_json()
-        stats = rb.stats()._replace(writers=())
+        stats = rb.stats()._replace(writers=(), waited_insert_s=0.0, waited_sample_s=0.0)
         about = storage.initialized, storage.max_size, storage.shape, storage.env_shape, storage._is_full, layout
         return len(rb), rb.write_count, stats, about, _plain(repr(rb)), rb.keys()
 

@@ -31,6 +31,7 @@ from engram.data import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    QueueSampler,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -93,6 +94,7 @@ PLAIN = ["memory", "temporary file", "file", "tensors", "room", "list", "lazy st
 SAMPLERS = {
     "uniform": Kind(RandomSampler, lambda cls: cls()),
     "epochs": Kind(SamplerWithoutReplacement, lambda cls: cls()),
+    "queue": Kind(QueueSampler, lambda cls: cls(full="overwrite")),
     "priorities": Kind(PrioritizedSampler, lambda cls: cls(None, 0.7, 0.5)),
     "slices": Kind(SliceSampler, lambda cls: cls(slice_len=3, strict_length=False)),
     "padded slices": Kind(SliceSampler, lambda cls: cls(num_slices=3, strict_length=False, pad_output=True)),

@@ -9,24 +9,23 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 import engram
 from contracts.programs import run_program
 from contracts.tiers import in_quick
 from contracts.waiting import NEVER, comes, seems_alone
+from contracts.ways_to_write import WRITES, Way, buffer, rows
 from engram.data import (
     LazyMemmapStorage,
     LazyTensorStorage,
-    ListStorage,
     MinSize,
     PrioritizedSampler,
     ReplayBuffer,
@@ -35,16 +34,12 @@ from engram.data import (
     SamplerWithoutReplacement,
     SampleToInsertRatio,
     SliceSampler,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    TensorStorage,
 )
 from engram.data.replay_buffers.buffers import waiting
-from engram.data.replay_buffers.storages.single_steps import append_step
-from engram.envs.transforms import DoubleToFloat, MultiStepTransform
+from engram.envs.transforms import MultiStepTransform
 from engram.errors import StorageError
 from engram.store import flow
-from testing.own_parts import PickledStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_size=:UserWarning")
 
@@ -52,17 +47,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_siz
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     seems_alone(monkeypatch)
-
-
-def buffer(limiter=None, capacity=100, batch_size=4, **parts):
-    parts.setdefault("storage", LazyTensorStorage(capacity))
-    return TensorDictReplayBuffer(batch_size=batch_size, rate_limiter=limiter, **parts)
-
-
-def rows(n, first=0):
-    done = torch.zeros(n, 1, dtype=torch.bool)
-    following = {"reward": torch.ones(n, 1), "done": done}
-    return TensorDict({"x": torch.arange(first, first + n, dtype=torch.float32), "next": following}, [n])
 
 
 def counts(rb):
@@ -207,7 +191,7 @@ def test_the_default_grows_to_the_largest_batch():
         (lambda: SampleToInsertRatio(1, error_buffer=3, ahead=1), TypeError, "error_buffer is ahead= and behind="),
         (lambda: SampleToInsertRatio(1, ahead=math.nan), TypeError, "ahead must be a number"),
         (lambda: MinSize(0), ValueError, "min_size_to_sample"),
-        (lambda: buffer(limiter=lambda n: True), TypeError, "rate_limiter must be a SampleToInsertRatio"),
+        (lambda: buffer(rate_limiter=lambda n: True), TypeError, "rate_limiter must be a SampleToInsertRatio"),
         (lambda: buffer(MinSize(101)), ValueError, "waits until 101 rows are stored, and the storage has room for 100"),
         (lambda: SampleToInsertRatio(1, ahead=0, behind=0), ValueError, "ahead and behind"),
     ],
@@ -348,85 +332,9 @@ def test_an_ensemble_that_cannot_say_ahead_whom_it_draws_from_is_refused():
 
 
 # ---- every path that writes ----
-class Way(NamedTuple):
-    """A way to write: `make` gives a buffer with a bound, and a call that writes one step into it."""
-
-    make: Callable[[Any], tuple[Any, Callable[[], Any]]]
-    #: Whether the call says itself that it wrote nothing; else it waits.
-    declines: bool = False
-
-
-def _plain(write: Callable[[Any], Any], **parts: Any) -> Way:
-    def make(limiter: Any) -> tuple[Any, Callable[[], Any]]:
-        made = {name: part() if callable(part) else part for name, part in parts.items()}
-        rb = buffer(limiter, **made)
-        return rb, lambda: write(rb)
-
-    return Way(make)
-
-
-def _columns(part: bool) -> Way:
-    def make(limiter: Any) -> tuple[Any, Callable[[], Any]]:
-        rb = buffer(limiter)
-        columns = [np.zeros((5, 1), np.bool_), np.ones((5, 1), np.float32), np.zeros(5, np.float32)]
-
-        def write() -> bool:
-            into = rb.column_rows
-            by_path = {("next", "done"): columns[0], ("next", "reward"): columns[1], ("x",): columns[2]}
-            given = [by_path.get(path) for path in into.paths]
-            return into.append_part(given, 0, 1) if part else into.append([c if c is None else c[:1] for c in given])
-
-        return rb, write
-
-    return Way(make, declines=True)
-
-
-def _of_arrays() -> Way:
-    def make(limiter: Any) -> tuple[Any, Callable[[], Any]]:
-        rb = ReplayBuffer(storage=LazyTensorStorage(100), rate_limiter=limiter, batch_size=4)
-        step = {"x": np.zeros((), np.float32)}
-        return rb, lambda: append_step(rb.storage, step) if rb.storage.initialized else rb.add(step)
-
-    return Way(make, declines=True)
-
-
-def _held_steps() -> Way:
-    def make(limiter: Any) -> tuple[Any, Callable[[], Any]]:
-        rb = buffer(limiter, transform=MultiStepTransform(n_steps=3, gamma=0.9))
-        return rb, lambda: rb.extend(rows(1))
-
-    return Way(make)
-
-
-WRITES = {
-    "add": _plain(lambda rb: rb.add(rows(1)[0])),
-    "extend": _plain(lambda rb: rb.extend(rows(1))),
-    "a list": _plain(lambda rb: rb.extend([rows(1)[0]])),
-    "a dict": _plain(lambda rb: rb.extend(rows(1).to_dict())),
-    "several environments": _plain(lambda rb: rb.add(rows(2)), storage=lambda: LazyTensorStorage(100, ndim=2)),
-    "items": _plain(lambda rb: rb.extend(rows(1)), storage=lambda: ListStorage(100)),
-    "objects": _plain(lambda rb: rb.add({"text": "a"}), storage=lambda: ListStorage(100), collate_fn=None),
-    "a storage of the user's": _plain(lambda rb: rb.extend(rows(1)), storage=lambda: PickledStorage(100)),
-    "given tensors": _plain(lambda rb: rb.extend(rows(1)), storage=lambda: TensorStorage(rows(100))),
-    "one writer for ever": _plain(lambda rb: rb.extend(rows(1)), storage=lambda: LazyTensorStorage(100, lanes=1)),
-    "an inverse transform": _plain(lambda rb: rb.extend(rows(1)), transform=lambda: DoubleToFloat(in_keys_inv=["x"])),
-    "priorities": _plain(
-        lambda rb: rb.extend(rows(1).set("td_error", torch.ones(1))), sampler=lambda: PrioritizedSampler(100, 0.7, 0.5)
-    ),
-    "the best rows": _plain(
-        lambda rb: rb.extend(rows(1).set("rank", torch.ones(1))),
-        writer=lambda: TensorDictMaxValueWriter(rank_key="rank"),
-    ),
-    "columns of a collector": _columns(part=False),
-    "parts of columns": _columns(part=True),
-    "arrays of an adapter": _of_arrays(),
-    "steps that a transform holds back": _held_steps(),
-}
-
-
 def _stands(way: Way) -> bool:
     """Whether a way to write stops at the bound, and goes on when rows are drawn."""
-    rb, write = way.make(SampleToInsertRatio(1.0, 1, ahead=50, behind=8))
+    rb, write = way.make(rate_limiter=SampleToInsertRatio(1.0, 1, ahead=50, behind=8))
     for _ in range(4 if way.declines else 3):
         rb.extend(rows(1)) if way is not WRITES["arrays of an adapter"] and way.declines else write()
     while counts(rb)[0] <= 9:
@@ -455,7 +363,7 @@ def test_every_way_to_write_stops_at_the_bound_and_goes_on_when_rows_are_drawn(w
 
 
 def test_a_way_that_does_not_look_is_found(monkeypatch):
-    monkeypatch.setattr(waiting.Waits, "await_room", lambda self, *how, **options: None)
+    monkeypatch.setattr(waiting.Waits, "await_room_until", lambda self, *how, **options: None)
     found = {name for name, way in WRITES.items() if not _stands(way)}
     assert found == {name for name, way in WRITES.items() if not way.declines}
 

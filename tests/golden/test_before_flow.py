@@ -80,10 +80,10 @@ def test_a_store_that_was_used_for_what_is_not_known_is_refused(tmp_path: Path) 
     image = bytearray(gzip.decompress((DATA / REMOVED_STORE / f"{FILE_NAME}.gz").read_bytes()))
     (at,) = struct.unpack_from("<Q", image, CONSUMERS_OFFSET)
     assert struct.unpack_from("<Q", image, at) == (1,)  # its rows were removed
-    struct.pack_into("<Q", image, at, 1 | 4)
+    struct.pack_into("<Q", image, at, 1 | 8)
     (folder / FILE_NAME).write_bytes(image)
     for how in ({}, {"read_only": True}):
-        with pytest.raises(StorageError, match=r"used for what this engram does not know \(bits 4.*newer"):
+        with pytest.raises(StorageError, match=r"used for what this engram does not know \(bits 8.*newer"):
             ReplayBuffer.open(folder, **how)
     assert (folder / FILE_NAME).read_bytes() == image
     struct.pack_into("<Q", image, at, 1)

@@ -394,7 +394,7 @@ class BackgroundCollector:
     def _room(self) -> AwaitRoom | None:
         """What waits until batches may be begun; None: they may."""
         buffer, rows = self._awaited, self.frames_per_batch
-        return None if buffer is None or buffer.has_room(rows) else partial(buffer.await_room, rows=rows)
+        return None if buffer is None or buffer.has_room_for(rows) else partial(buffer.await_room, rows=rows)
 
     def _await_room(self) -> None:
         """Waits until a batch may be begun; the background thread, which must not wait in a call, has done so."""

@@ -499,7 +499,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             self._refuse_if_shut_down()
         if self._failure is not None:
             self._raise_failure()
-        if self._awaited is not None and not self._awaited.has_room(self.frames_per_batch):
+        if self._awaited is not None and not self._awaited.has_room_for(self.frames_per_batch):
             self._await_room()
         try:
             batch = self._next_batch()

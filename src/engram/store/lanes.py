@@ -207,7 +207,7 @@ class Lanes:
         self.shifts.append(shift)
         if (rate := lane.get("rate")) is not None and store.rate_limit is not None:  # else the counts begin anew
             store.restore_rate_counts(rate["written"], rate["drawn"])
-        if (cursors := lane.get("queue")) is not None and self.queue is not None and self.queue.is_one:
+        if (cursors := lane.get("queue")) is not None and self.queue is not None:
             consumed, kept = (max(0, cursors[name] - shift * self.envs) for name in ("consumed", "kept"))
             self.queue.restore(i, consumed, kept)
 

@@ -319,7 +319,7 @@ class BatchWriter:
         """The slots of what was written before a queue was full."""
         if not full.done:
             return torch.empty(0, dtype=torch.int64, device="cpu")
-        return to_tensor(expand_slots(full.slots[: full.done], self._storage.lanes.envs))
+        return to_tensor(expand_slots(to_tensor(full.slots)[: full.done], self._storage.lanes.envs))
 
     def _append_now(self, items: Any, single: bool, time_dim: int, priorities: Tensor | None) -> Any:
         """Writes steps with their priorities; returns slots. The caller holds the mutex."""

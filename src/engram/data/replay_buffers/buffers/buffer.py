@@ -459,8 +459,13 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         """
         self._parts.waits.await_room(timeout, "who writes", stop, rows)
 
-    def has_room(self, rows: int = 1) -> bool:
+    @property
+    def has_room(self) -> bool:
         """Whether more rows may be written now; `await_room` waits until they may."""
+        return self.has_room_for(1)
+
+    def has_room_for(self, rows: int) -> bool:
+        """As `has_room`, of so many rows: a queue has room for all of them, or is empty."""
         parts = self._parts
         watched = parts.flow.watched
         return watched is None or not watched.is_limited or parts.waits.has_room(rows)

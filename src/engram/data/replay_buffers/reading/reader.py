@@ -205,9 +205,7 @@ class Member:
             return None
         batch, lost, _, generation = read
         if draw.taken is not None:
-            if lost:
-                return None
-            draw.taken()
+            draw.taken(not lost)
         elif lost:
             again = self._read_again(draw, lost, generations)
             if again is None:

@@ -94,15 +94,15 @@ class Draw:
         rest: up to n slots more of the same epoch; None: lost rows are replaced by any others.
         runs: the slices that rows belong to; None: to none. `marks`: what is marked in their batch, `flags`: keys in
             info and paths in the batch of flags that info gives, too.
-        taken: called once the rows are whole, which are handed out by that; where some are not, the draw is made anew.
-            None: nobody waits for it.
+        taken: called when the rows were read, with whether all of them are there: they are handed out by that, or it
+            raises an error, after which they are drawn anew. None: nobody waits for it.
         epoch: names its epoch; rows of another have no place in its batch. None: any have.
         last: whether it is the last of its epoch; `incarnation`: of the storage before the draw; `member`: which of
             the tables of a batch the rows are of. Readers set them, and `epoch`.
         kind: of the sampler, for errors.
     """
 
-    taken: Callable[[], None] | None = None
+    taken: Callable[[bool], None] | None = None
     epoch: EpochName | None = None
     last: bool = False
     incarnation: int

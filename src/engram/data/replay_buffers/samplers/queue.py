@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
 
-_MOST_DRAWS_ANEW = 1000  # of one batch, whose rows writers overwrite before they are read
+_MOST_DRAWS_ANEW = 100  # of one batch, whose rows writers overwrite before they are read
 
 
 class QueueShortError(RuntimeError):
@@ -140,11 +139,20 @@ class QueueSampler(Sampler, built_in=True):
         self._storage = storage
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Index, dict[str, Any]]:
-        """As `Sampler.sample`: the rows are handed out by it. RuntimeError: fewer wait."""
-        draw = self._take(storage, batch_size)
-        assert draw.taken is not None
-        draw.taken()
-        return draw.index, {}
+        """As `Sampler.sample`. In a buffer rows are handed out when they were read; else by this call, and who reads
+        them has to see to it that nobody writes meanwhile. RuntimeError: fewer wait.
+        """
+        taking = self._own_taking()
+        is_ahead = taking is not None
+        if taking is None:
+            if not self.take_ahead(storage, batch_size):
+                waiting = _queue_of(storage.lanes).waiting
+                raise QueueShortError(f"{waiting} rows wait, fewer than a batch of {batch_size}")
+            taking = self._taking
+            assert taking is not None
+        if not is_ahead:
+            self._hand_out(True)
+        return (storage.from_slots(taking.slots) if storage.ndim > 1 else taking.slots), {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
         if _queue_of(storage.lanes).waiting < batch_size:
@@ -157,7 +165,17 @@ class QueueSampler(Sampler, built_in=True):
             self.put_off()
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
-        return super().draw_plan(storage)._replace(draw=partial(self._take, storage), is_loose=_is_loose)
+        return super().draw_plan(storage)._replace(is_loose=_is_loose)
+
+    def as_draw(
+        self, storage: Storage, drawn: tuple[Index, dict[Any, Any]], draw: Callable[[int], Draw], batch_size: int
+    ) -> Draw:
+        made, taking = super().as_draw(storage, drawn, draw, batch_size), self._own_taking()
+        if taking is not None:
+            made.store, made.taken = taking.lanes.store, self._hand_out
+            if self.full != "wait":
+                made.seen = DrawnSequences(taking.sequences)
+        return made
 
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Each worker process takes rows of its own out of a store that it shares with the others."""
@@ -176,7 +194,7 @@ class QueueSampler(Sampler, built_in=True):
         lanes = storage.lanes
         lanes.use()
         queue = _queue_of(lanes)
-        if not fewer and queue.waiting < n and not queue.just_missed:
+        if not fewer and queue.waiting < n and not queue.just_missed and not queue.lags:
             return False
         self._begin_turn(storage, lanes)
         taking = None
@@ -201,35 +219,20 @@ class QueueSampler(Sampler, built_in=True):
             self._taking = None
             self._end_turn(taking.storage, _queue_of(taking.lanes))
 
-    def _take(self, storage: Storage, n: int) -> Draw:
+    def _hand_out(self, are_whole: bool) -> None:
+        """`Draw.taken`, of this thread's draw."""
         taking = self._own_taking()
-        if taking is None:
-            if not self.take_ahead(storage, n):
-                raise QueueShortError(f"{_queue_of(storage.lanes).waiting} rows wait, fewer than a batch of {n}")
-            taking = self._taking
-            assert taking is not None
+        if taking is None:  # a child has drawn twice for one batch
+            return
+        if not are_whole:
+            self.put_off()
             self._draws_anew += 1
             if self._draws_anew > _MOST_DRAWS_ANEW:
-                self.put_off()
                 self._draws_anew = 0
-                raise RuntimeError(
-                    "writers overwrite the rows of this batch faster than they can be read; sample fewer"
-                )
-        slots = taking.slots
-        index = storage.from_slots(slots) if storage.ndim > 1 else slots
-        draw = Draw(index, slots, {}, type(self).__name__, partial(self._take, storage))
-        draw.store, draw.taken = taking.lanes.store, self._hand_out
-        if self.full != "wait":
-            draw.seen = DrawnSequences(taking.sequences)
-        return draw
-
-    def _hand_out(self) -> None:
-        """`Draw.taken`: the rows of this thread's draw are whole."""
-        taking = self._own_taking()
-        assert taking is not None
-        queue = _queue_of(taking.lanes)
+                raise RuntimeError("writers overwrite the rows of a batch faster than they can be read; sample fewer")
+            raise QueueShortError("rows of this batch were overwritten, or removed, before they were read")
         try:
-            queue.hand_out(taking.next, taking.missed, taking.stale)
+            _queue_of(taking.lanes).hand_out(taking.next, taking.missed, taking.stale)
         finally:
             self._draws_anew = 0
             self.put_off()
@@ -273,8 +276,8 @@ class QueueSampler(Sampler, built_in=True):
         if self.max_staleness is not None and len(slots):
             slots, sequences, after, stale = self._fresh(storage, lanes, queue, n, (slots, sequences, after))
         if len(slots) < n and not (fewer and len(slots)):
-            if stale:
-                queue.hand_out(after, missed, stale)
+            if stale or queue.lags:
+                queue.hand_out(after if stale else queue.consumed, missed if stale else 0, stale)
             return None
         return _Taking(threading.get_ident(), storage, lanes, slots, sequences, after, missed, stale)
 
