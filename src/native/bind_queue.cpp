@@ -95,6 +95,25 @@ void bind_queue(nb::module_& m) {
         queue.hand_out(next);
         queue.count(missed, stale);
       }, "next"_a, "missed"_a = 0, "stale"_a = 0)
+      .def("pass_over", [](const StoreQueue& q, const std::vector<uint64_t>& next, uint64_t missed, uint64_t stale) {
+        q.check(next);
+        const Queue queue = q.changed();
+        queue.pass_over(next);
+        queue.count(missed, stale);
+      }, "next"_a, "missed"_a = 0, "stale"_a = 0)
+      .def("let_go", [](const StoreQueue& q, const std::vector<uint64_t>& to) {
+        q.check(to);
+        q.changed().let_go(to);
+      }, "to"_a)
+      // How many of these rows are gone; None: a lane has fewer.
+      .def("seek", [](const StoreQueue& q, const std::vector<uint64_t>& to, uint64_t owner) {
+        q.check(to);
+        return q.changed().seek(to, owner);
+      }, "to"_a, "owner"_a)
+      .def_prop_ro("session", [](const StoreQueue& q) { return q.flow().session.load(); })
+      .def_prop_ro("session_owner", [](const StoreQueue& q) { return q.flow().session_owner.load(); })
+      .def_prop_ro("era", [](const StoreQueue& q) { return q.flow().era.load(); })
+      .def_prop_ro("kept_rows", [](const StoreQueue& q) { return q.queue().kept_rows(); })
       .def_prop_ro("consumed", [](const StoreQueue& q) { return q.cursors(false); })
       .def_prop_ro("kept", [](const StoreQueue& q) { return q.cursors(true); })
       // ---- of saves ----

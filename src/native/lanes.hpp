@@ -309,7 +309,10 @@ class Lanes {
     h.written_at.store(0);
     forget_stints(l);
     removed(l).clear(0, capacity() * envs());
-    if (flow_) lane_flows_[l].consumed.store(base * envs()), lane_flows_[l].kept.store(base * envs());
+    if (flow_) {
+      flow_->era.fetch_add(1);
+      lane_flows_[l].consumed.store(base * envs()), lane_flows_[l].kept.store(base * envs());
+    }
     h.claimed.store(published);
     h.published.store(published);
     std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -323,6 +326,17 @@ class Lanes {
     lane.mark_seams(base, published - base, false);
     for (uint64_t i = 0; i < n; ++i)
       if (const uint64_t w = at(i); w >= base && w < published) lane.mark_seams(w, 1, true);
+  }
+  // No row was handed out that is not there: of a queue, after rows were lost, or by a page of a damaged disk. Rows that were lost
+  // before they were handed out count as missed.
+  void limit_cursors(uint64_t l) const {
+    if (!flow_ || !is_queue()) return;
+    const uint64_t first = lanes_[l].base.load() * envs(), end = lanes_[l].published.load() * envs();
+    LaneFlow& lane = lane_flows_[l];
+    const uint64_t next = lane.consumed.load();
+    if (next < first) flow_->missed.fetch_add(first - next), lane.consumed.store(first);
+    if (next > end) lane.consumed.store(end);
+    if (lane.kept.load() > end) lane.kept.store(end);
   }
   // Finishes an `empty` that was killed, and empties lanes that a killed `loads` left half filled.
   void repair() const {
@@ -341,7 +355,6 @@ class Lanes {
       if (h.claimed.load() < published) h.claimed.store(published);
       if (h.durable.load() > published) h.durable.store(published);
       if (removed_rows(l)) recount_removed(l);
-      if (flow_) limit_cursors(l);
     }
     if (interrupted) count_anew();
     end_change();
@@ -350,13 +363,6 @@ class Lanes {
  private:
   static constexpr uint64_t kInTransition = uint64_t{1} << 63;
   static constexpr int kLooks = 1000;
-  // No row was handed out that is not there: of a queue after rows were lost, or by a page of a damaged disk.
-  void limit_cursors(uint64_t l) const {
-    const uint64_t end = lanes_[l].published.load() * envs();
-    LaneFlow& lane = lane_flows_[l];
-    for (Counter* at : {&lane.consumed, &lane.kept})
-      if (at->load() > end) at->store(end);
-  }
   void empty_lane(uint64_t l, bool reset_count) const {
     LaneHeader& h = lanes_[l];
     const uint64_t at = h.published.load();

@@ -9,6 +9,7 @@
 #include <nanobind/nanobind.h>
 
 #include <ctime>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -139,6 +140,41 @@ class Queue {
     const uint64_t first = v.first * lanes_.envs(), end = v.published * lanes_.envs();
     const uint64_t to = std::clamp(consumed, first, std::max(first, end));
     StdMemory::store(lane.consumed, to), StdMemory::store(lane.kept, std::clamp(kept, first, to));
+  }
+  // By who has the turn: rows below `next` are passed without being handed out. Where none before them waits to be let go, their places
+  // are free at once.
+  void pass_over(const std::vector<uint64_t>& next) const {
+    for (uint64_t l = 0; l < lanes_.count(); ++l) {
+      const auto lane = lanes_.queue(l);
+      const uint64_t had = StdMemory::load(lane.consumed), to = std::clamp(next[l], had, std::max(had, lane.waiting().end));
+      const bool is_free = StdMemory::load(lane.kept) >= had;
+      if (to > had) lane.hand_out(to, is_free);
+    }
+  }
+  // By who has the turn: rows below `to` may be overwritten.
+  void let_go(const std::vector<uint64_t>& to) const {
+    for (uint64_t l = 0; l < lanes_.count(); ++l) lanes_.queue(l).let_go(to[l]);
+  }
+  // By who has the turn: the rows from `to` on come next, in a session that `owner` begins; returns how many of them are gone. Nothing
+  // is changed where a lane does not reach that far.
+  std::optional<uint64_t> seek(const std::vector<uint64_t>& to, uint64_t owner) const {
+    for (uint64_t l = 0; l < lanes_.count(); ++l)
+      if (to[l] > lanes_.queue(l).waiting().end) return std::nullopt;
+    uint64_t gone = 0;
+    for (uint64_t l = 0; l < lanes_.count(); ++l) gone += lanes_.queue(l).seek(to[l]);
+    flow_.session_owner.store(owner);
+    flow_.session.fetch_add(1);
+    return gone;
+  }
+  // Rows that were handed out, and are kept until they are let go.
+  uint64_t kept_rows() const {
+    uint64_t n = 0;
+    for (uint64_t l = 0; l < lanes_.count(); ++l) {
+      const auto lane = lanes_.queue(l);
+      const uint64_t kept = StdMemory::load(lane.kept), consumed = StdMemory::load(lane.consumed);
+      n += consumed > kept ? consumed - kept : 0;
+    }
+    return n;
   }
   void count(uint64_t missed, uint64_t stale) const {
     if (missed) flow_.missed.fetch_add(missed, std::memory_order_relaxed);

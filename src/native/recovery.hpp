@@ -460,7 +460,10 @@ inline uint64_t recover(Store& store) {
   // Before the counters change by which a second recovery would take these bits for those of the rows in their slots.
   if (cleared && !planted(26) && store.fd() >= 0 && ::fsync(store.fd()) != 0) throw SyncFailed("which rows were removed");
   uint64_t dropped = 0;
-  for (uint64_t l = 0; l < store.geometry().lanes; ++l) restore_lane(store, l, scans[l]), dropped += scans[l].dropped;
+  for (uint64_t l = 0; l < store.geometry().lanes; ++l) {
+    restore_lane(store, l, scans[l]), dropped += scans[l].dropped;
+    store.lanes.limit_cursors(l);
+  }
   store.lanes.count_anew();  // the page of the counts may be older or newer than the rows
   return dropped;
 }

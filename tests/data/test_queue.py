@@ -37,7 +37,6 @@ from engram.errors import QueueFullError, StorageError
 from engram.store import flow
 from testing.own_parts import PickledStorage
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_size=:UserWarning")
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import engram._native as _native
 from engram._text import warn_user
 from engram.errors import StorageError
+from engram.store.positions import Sessions
 
 if TYPE_CHECKING:
     from engram.store.lanes import Lanes
@@ -91,7 +92,8 @@ class Flow:
     Attributes:
         named: what this process was told; None: it takes over what the store has.
         named_queue: how the store is to be a queue, as this process was told; None: as it is.
-        consuming: held by the thread that takes rows out of the queue.
+        consuming: held by the thread that takes rows out of the queue, or changes what comes next.
+        sessions: which of the queue's this process takes part in.
         watched: the store, where its draws may be bound: it is asked (`take_samples`) before each; None: they cannot
             be.
         conflict: why this process may neither write nor sample: others keep another bound than it was told; "".
@@ -101,6 +103,7 @@ class Flow:
         self.named: RateLimit | None = None
         self.named_queue: QueueSetting | None = None
         self.consuming = threading.RLock()
+        self.sessions = Sessions()
         self.has_waited = False  # whether the last write of this process waited for room in the queue
         self.watched: Any = None
         self.conflict = ""
@@ -124,6 +127,7 @@ class Flow:
     def after_fork(self) -> None:
         """In a child: a lock that no thread of the parent holds."""
         self.consuming = threading.RLock()
+        self.sessions.after_fork()
 
     @property
     def limit(self) -> RateLimit | None:
@@ -376,6 +380,7 @@ class QueueFigures(NamedTuple):
     Attributes:
         queue: how it is one, as it is written.
         waiting: rows that are to be handed out.
+        uncommitted: rows that were handed out, and keep their places until they are committed.
         room: rows for which there is room before writers wait; None: they overwrite.
         missed: rows that were overwritten before they were handed out.
         stale: rows that were too old to be handed out.
@@ -385,6 +390,7 @@ class QueueFigures(NamedTuple):
 
     queue: str
     waiting: int
+    uncommitted: int
     room: int | None
     missed: int
     stale: int
@@ -394,10 +400,11 @@ class QueueFigures(NamedTuple):
 
     def __str__(self) -> str:
         room = "overwrites what is not taken" if self.room is None else f"room for {self.room:,} more"
+        kept = f", {self.uncommitted:,} are not committed" if self.uncommitted else ""
         passed = f", {self.missed:,} missed, {self.stale:,} too old" if self.missed or self.stale else ""
         return (
-            f"{self.queue}: {self.waiting:,} rows wait, {room}{passed}; waited {self.waited_insert_s:.1f} s to write, "
-            f"{self.waited_sample_s:.1f} s to draw"
+            f"{self.queue}: {self.waiting:,} rows wait{kept}, {room}{passed}; waited {self.waited_insert_s:.1f} s to "
+            f"write, {self.waited_sample_s:.1f} s to draw"
         )
 
 
@@ -407,9 +414,10 @@ def queue_figures(store: _native.Store) -> QueueFigures | None:
     if queue is None or not queue.is_one:
         return None
     setting, waits = QueueSetting(queue.overwrites, queue.commits), store.waits
+    room = None if setting.overwrites else queue.total_room * store.envs
     return QueueFigures(
-        str(setting), queue.waiting, None if setting.overwrites else queue.total_room * store.envs, queue.missed,
-        queue.stale, queue.consumer_version, waits[1] / 1e9, waits[3] / 1e9,
+        str(setting), queue.waiting, queue.kept_rows, room, queue.missed, queue.stale, queue.consumer_version,
+        waits[1] / 1e9, waits[3] / 1e9,
     )  # fmt: skip
 
 

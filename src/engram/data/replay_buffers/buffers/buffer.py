@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -477,6 +478,81 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             return True
         limiter = self.rate_limiter
         return limiter is not None and math.isfinite(limiter.limit.behind)
+
+    # ---- a queue whose rows are trained once ----
+    def position(self, info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Where this consumer of a queue is: behind the rows that were handed out, for the model's checkpoint.
+
+        It is a small dict of plain numbers and a text, and names rows that a power cut leaves: it waits for the disk,
+        as `flush` does. Whoever goes on from the checkpoint gives it to `seek`, and gets each row once that comes after
+        it.
+
+        Args:
+            info: of a batch: the position behind that one, where others were taken since which are not trained yet.
+
+        Raises:
+            TypeError: the sampler is no `QueueSampler`.
+            RuntimeError: another process has called `seek` since; or nothing was written.
+            StorageError: the disk failed.
+
+        Example:
+            >>> rb = ReplayBuffer(
+            ...     storage=LazyTensorStorage(8), sampler=QueueSampler(commit="manual"), batch_size=2)
+            >>> _ = rb.extend(torch.arange(6))
+            >>> rb.seek(None)
+            0
+            >>> rb.sample()
+            tensor([0, 1])
+            >>> with rb.committing() as position:
+            ...     checkpoint = {"position": position}  # with the model, saved in one step
+            >>> rb.sample(), rb.seek(checkpoint["position"]), rb.sample()
+            (tensor([2, 3]), 0, tensor([2, 3]))
+        """
+        position: dict[str, Any] = self._queue_sampler("position").position(self._storage, info)
+        return position
+
+    def commit(self, position: dict[str, Any]) -> None:
+        """Lets the rows below a position go, which are in a checkpoint that nobody goes back before: writers may take
+        their places. Of several checkpoints that may be gone back to, the position of the oldest.
+
+        Raises:
+            TypeError, ValueError: it is no position of this store; the message says what to do.
+            RuntimeError: another process has called `seek` since.
+        """
+        self._queue_sampler("commit").commit_rows(self._storage, position)
+
+    def seek(self, position: dict[str, Any] | None) -> int:
+        """Goes on behind a position, of the checkpoint that the model was loaded from; None: behind what was committed
+        last. Before the first `sample` of a queue with `commit="manual"`, whatever killed the process before.
+
+        A session begins by it: another process that takes rows of this queue, from a session of before, gets an error
+        at its next use. Of several ranks that train one model, one calls it before the others sample.
+
+        Returns:
+            how many of the rows that come again are gone, as writers have taken their places: 0 behind what was
+            committed.
+
+        Raises:
+            TypeError, ValueError: it is no position of this store; the message says what to do.
+        """
+        return int(self._queue_sampler("seek").seek(self._storage, position))
+
+    @contextlib.contextmanager
+    def committing(self) -> Iterator[dict[str, Any]]:
+        """A block that saves a checkpoint with the position that it gives; when it has ended well, the rows below that
+        go (`commit`). In it the new checkpoint replaces the old one in one step, as `os.replace` does.
+
+        Errors as `position` and `commit`; where the block raises one, nothing goes.
+        """
+        position = self.position()
+        yield position
+        self.commit(position)
+
+    def _queue_sampler(self, what: str) -> QueueSampler:
+        sampler = self._sampler
+        if not isinstance(sampler, QueueSampler):
+            raise TypeError(f"{what} is of a queue, and the sampler of this buffer is {sampler!r}: use QueueSampler()")
+        return sampler
 
     def end_queue(self) -> None:
         """The storage is a queue no more, for all who use it: writers wait no more, and overwrite the oldest rows; what

@@ -34,6 +34,7 @@ class _Counts(NamedTuple):
     waited_insert_s: float = 0.0
     waited_sample_s: float = 0.0
     waiting: int | None = None
+    uncommitted: int = 0
     missed: int = 0
     stale: int = 0
     versions: tuple[int | None, int] | None = None
@@ -63,6 +64,7 @@ class BufferStats(ReadAsMapping, _Counts):
         waited_insert_s, waited_sample_s: seconds that a rate limiter, or a queue, has let those wait who write, and who
             sample, all of them together.
         waiting: of a storage that is a queue (`QueueSampler`), the rows that are to be handed out; None: it is none.
+        uncommitted: rows that were handed out, and keep their places until they are committed.
         missed: rows that were overwritten before they were handed out.
         stale: rows that were passed because they were too old (`max_staleness`).
         versions: of a buffer with a QueueSampler, the policy's version of the oldest row that waits (None: there is
@@ -76,8 +78,8 @@ class BufferStats(ReadAsMapping, _Counts):
         >>> rb.stats()
         BufferStats(rows=4, bytes=..., capacity=4, writes=5, draws=1, episodes=2,
                     writers=(), compact=None, removed=0, samples=None, samples_per_insert=None,
-                    waited_insert_s=0.0, waited_sample_s=0.0, waiting=None, missed=0,
-                    stale=0, versions=None)
+                    waited_insert_s=0.0, waited_sample_s=0.0, waiting=None,
+                    uncommitted=0, missed=0, stale=0, versions=None)
         >>> rb.stats()["size"], dict(rb.stats())["utilization"]
         (4, 1.0)
     """
@@ -143,6 +145,7 @@ def queue_figures_of(storage: Storage, sampler: Any) -> dict[str, Any]:
         return {}
     return {
         "waiting": figures.waiting,
+        "uncommitted": figures.uncommitted,
         "missed": figures.missed,
         "stale": figures.stale,
         "versions": sampler.versions(storage) if isinstance(sampler, QueueSampler) else None,

@@ -235,10 +235,12 @@ class Waits:
 
     def _lacks_place(self, what: str, done: int, steps: int) -> str:
         lanes = self._storage.lanes
-        waiting = 0 if lanes.queue is None else lanes.queue.waiting
+        queue = lanes.queue
+        waiting, kept = (0, 0) if queue is None else (queue.waiting, queue.kept_rows)
+        uncommitted = f", {kept:,} were handed out and are not committed" if kept else ""
         return (
             f"{what} waits for room in the queue: {waiting:,} rows wait to be handed out, of {lanes.capacity:,} that "
-            f"fit, and nobody takes them: the learner is behind, or has ended; {_written(done, steps)}"
+            f"fit{uncommitted}: the learner is behind, or has ended; {_written(done, steps)}"
         )
 
     # ---- both ----
@@ -386,7 +388,11 @@ class QueueWaits(Waits):
             )
 
         def ready() -> bool:
-            return self.successor is not None or sampler.take_ahead(storage, n)
+            if self.successor is not None or sampler.take_ahead(storage, n):
+                return True
+            if why := self._why_full():
+                raise RuntimeError(why)
+            return False
 
         if wait is False:
             if not ready():
@@ -415,9 +421,27 @@ class QueueWaits(Waits):
 
     def _lacks_rows(self, n: int) -> str:
         lanes = self._storage.lanes
-        waiting = 0 if lanes.queue is None else lanes.queue.waiting
+        queue = lanes.queue
+        waiting, kept = (0, 0) if queue is None else (queue.waiting, queue.kept_rows)
         left = max(1, n - waiting)
-        return f"sample waits for {_rows(left)}: {waiting:,} of {n:,} are there{writers_shown(lanes)}"
+        uncommitted = f"; {kept:,} of {lanes.capacity:,} wait for commit()" if kept else ""
+        return f"sample waits for {_rows(left)}: {waiting:,} of {n:,} are there{uncommitted}{writers_shown(lanes)}"
+
+    def _why_full(self) -> str:
+        """Why no row can be written before this process commits; "": some can, or others commit."""
+        lanes, sampler = self._storage.lanes, self._queue_sampler
+        queue = lanes.queue
+        if queue is None or not (queue.commits and queue.kept_rows and not queue.room):
+            return ""
+        if sampler.is_committed_elsewhere or (lanes.locks is not None and lanes.locks.is_open_elsewhere()):
+            return ""
+        if lanes.locks is None and not nobody_else(lanes):
+            return ""
+        return (
+            f"sample waits for rows, and there is no room for any: {queue.kept_rows:,} of {lanes.capacity:,} rows were "
+            "handed out and wait for commit(), which nobody else calls. Save the model and commit more often "
+            "(`with rb.committing() as position`), or make the storage larger"
+        )
 
 
 class _FlowOfMembers:

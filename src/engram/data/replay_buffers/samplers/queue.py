@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from engram.data.replay_buffers.samplers.draw import Draw, DrawnSequences, DrawP
 from engram.data.replay_buffers.storages.single_steps import read_leaves
 from engram.pytree import as_path, format_key, get_entry, has_keys, to_tensor
 from engram.store.flow import QueueSetting
+from engram.store.positions import position_at, rows_of
 
 if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
@@ -49,6 +51,13 @@ class _Taking(NamedTuple):
     stale: int
 
 
+class _Nowhere:
+    """Stands for no `seek`."""
+
+
+_NOWHERE = _Nowhere()
+
+
 class QueueSampler(Sampler, built_in=True):
     """Hands out each row once, oldest first: the storage is a queue, for all processes that use it.
 
@@ -71,7 +80,9 @@ class QueueSampler(Sampler, built_in=True):
             `track_policy_version=True` write it.
         full: "wait", or "overwrite": the oldest rows make room for new ones, and those that were not handed out count
             as `missed`.
-        commit: "auto": a row is final when it is handed out.
+        commit: "auto": a row is final when it is handed out. "manual": it keeps its place until `rb.commit` or
+            `rb.committing` says that it is in the model's checkpoint, and `rb.seek` begins where a checkpoint ends, so
+            that each row is trained once, whoever is killed when.
 
     Raises:
         TypeError: for storages of users' classes, and in an ensemble.
@@ -87,7 +98,9 @@ class QueueSampler(Sampler, built_in=True):
         (tensor([4, 5, 6, 7]), False)
     """
 
-    _copied_as: ClassVar[Mapping[str, Any]] = {**Sampler._copied_as, "_taking": None, "_storage": None}
+    _copied_as: ClassVar[Mapping[str, Any]] = {
+        **Sampler._copied_as, "_taking": None, "_storage": None, "_sought": _NOWHERE, "_positions_out": False,
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -105,12 +118,14 @@ class QueueSampler(Sampler, built_in=True):
         self._version_path = as_path(version_key, "version_key")
         if full not in ("wait", "overwrite"):
             raise ValueError(f'full must be "wait" or "overwrite", got {full!r}')
-        if commit != "auto":
-            raise ValueError(f'commit must be "auto", got {commit!r}')
+        if commit not in ("auto", "manual"):
+            raise ValueError(f'commit must be "auto" or "manual", got {commit!r}')
         self.full, self.commit = full, commit
         self._taking: _Taking | None = None
         self._storage: Storage | None = None
         self._draws_anew = 0
+        self._sought: dict[str, Any] | _Nowhere | None = _NOWHERE  # what `seek` was told before there was a store
+        self._positions_out = False  # whether a position was given since the last commit
 
     @property
     def setting(self) -> QueueSetting:
@@ -173,12 +188,91 @@ class QueueSampler(Sampler, built_in=True):
         made, taking = super().as_draw(storage, drawn, draw, batch_size), self._own_taking()
         if taking is not None:
             made.store, made.taken = taking.lanes.store, self._hand_out
+            made.info["position"] = tuple(taking.next)
             if self.full != "wait":
                 made.seen = DrawnSequences(taking.sequences)
         return made
 
     def _split_among_workers(self, share: WorkerShare) -> None:
-        """Each worker process takes rows of its own out of a store that it shares with the others."""
+        """Each worker process takes rows of its own out of a store that it shares with the others.
+
+        ValueError: with `commit="manual"`, as no position would be that of the batches that were trained.
+        """
+        if self.commit == "manual":
+            raise ValueError(
+                'a queue with commit="manual" is sampled where the model is trained: workers of a data loader are '
+                "ahead of it, so that no position would be that of the model. Use num_workers=0"
+            )
+
+    # ---- positions ----
+    def position(self, storage: Storage, info: dict[str, Any] | None) -> dict[str, Any]:
+        """As `ReplayBuffer.position`."""
+        lanes = _made(storage, "position")
+        with self._turn(storage, lanes):
+            self._take_part(storage, lanes)
+            if info is None:
+                rows: list[int] = list(_queue_of(lanes).consumed)
+            elif "position" in info:
+                rows = info["position"]
+            else:
+                raise KeyError("this info is not of a batch of a queue: it has no 'position'")
+            position = position_at(lanes, rows)
+            self._positions_out = True
+        storage.flush()  # else a power cut could give the numbers of these rows to others
+        return position
+
+    def commit_rows(self, storage: Storage, position: Any) -> None:
+        """As `ReplayBuffer.commit`."""
+        lanes = _made(storage, "commit")
+        with self._turn(storage, lanes):
+            rows = rows_of(lanes, position)
+            self._take_part(storage, lanes)
+            _queue_of(lanes).let_go(rows)
+            self._positions_out = False
+
+    def seek(self, storage: Storage, position: Any) -> int:
+        """As `ReplayBuffer.seek`."""
+        lanes = storage.lanes
+        if not storage.initialized:
+            if position is not None and not isinstance(position, dict):
+                raise TypeError(
+                    f"a position is a dict that rb.position() gave, or None; got a {type(position).__name__}"
+                )
+            self._sought = position
+            return 0
+        with self._turn(storage, lanes):
+            return self._seek(storage, lanes, position)
+
+    def _seek(self, storage: Storage, lanes: Lanes, position: dict[str, Any] | None) -> int:
+        queue = _queue_of(lanes)
+        rows = [min(*at) for at in zip(queue.kept, queue.consumed, strict=True)]
+        if position is not None:
+            rows = rows_of(lanes, position)
+        version = None if position is None else position["version"]
+        gone = storage.access.table.flow.sessions.begin(lanes, rows, version)
+        self._sought, self._positions_out = _NOWHERE, False
+        return gone
+
+    def _take_part(self, storage: Storage, lanes: Lanes) -> None:
+        """Goes on where `seek` was told to before there was a store, and takes part in the session that is."""
+        if not isinstance(self._sought, _Nowhere):
+            self._seek(storage, lanes, self._sought)
+        storage.access.table.flow.sessions.check(lanes, joins=self.commit == "manual")
+
+    @contextlib.contextmanager
+    def _turn(self, storage: Storage, lanes: Lanes) -> Iterator[None]:
+        """A block in which nobody else takes rows, or changes what comes next."""
+        lanes.use()
+        self._begin_turn(storage, lanes)
+        try:
+            yield
+        finally:
+            self._end_turn(storage, _queue_of(lanes))
+
+    @property
+    def is_committed_elsewhere(self) -> bool:
+        """Whether a position is out, whose commit may come from a thread that saves."""
+        return self._positions_out
 
     # ---- taking rows: `take_ahead`, a draw, `Draw.taken` or `put_off`, by one thread that has the turn meanwhile ----
     def take_ahead(self, storage: Storage, n: int, *, fewer: bool = False) -> bool:
@@ -194,7 +288,7 @@ class QueueSampler(Sampler, built_in=True):
         lanes = storage.lanes
         lanes.use()
         queue = _queue_of(lanes)
-        if not fewer and queue.waiting < n and not queue.just_missed and not queue.lags:
+        if not (fewer or queue.waiting >= n or queue.just_missed or queue.lags or self._is_to_begin(storage, queue)):
             return False
         self._begin_turn(storage, lanes)
         taking = None
@@ -205,6 +299,10 @@ class QueueSampler(Sampler, built_in=True):
             if taking is None:
                 self._end_turn(storage, queue)
         return taking is not None
+
+    def _is_to_begin(self, storage: Storage, queue: _native.StoreQueue) -> bool:
+        """Whether this process takes part in no session yet, or not in the one that is."""
+        return self.commit == "manual" and storage.access.table.flow.sessions.number != queue.session
 
     @property
     def taken_ahead(self) -> int:
@@ -265,19 +363,24 @@ class QueueSampler(Sampler, built_in=True):
     def _chosen(self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, fewer: bool) -> _Taking | None:
         """What this thread, which has the turn, takes; None: fewer rows wait than it wants."""
         if (missed := queue.just_missed) and self.full == "wait":
-            queue.hand_out(queue.choose(0)[2], missed)
+            queue.pass_over(queue.choose(0)[2], missed)
             raise RuntimeError(
                 f"{missed} rows were overwritten before they were handed out, though writers are to wait: a process "
                 "that did not know the queue wrote to the storage first. Each process names it, by one function that "
                 "makes the buffer; the next sample goes on without these rows (`rb.stats().missed`)"
             )
+        if not storage.initialized:
+            return None
+        self._take_part(storage, lanes)
         slots, sequences, after = queue.choose(n)
         stale = 0
         if self.max_staleness is not None and len(slots):
             slots, sequences, after, stale = self._fresh(storage, lanes, queue, n, (slots, sequences, after))
         if len(slots) < n and not (fewer and len(slots)):
-            if stale or queue.lags:
-                queue.hand_out(after if stale else queue.consumed, missed if stale else 0, stale)
+            if stale:
+                queue.pass_over(after, missed, stale)
+            elif queue.lags:
+                queue.hand_out(queue.consumed)
             return None
         return _Taking(threading.get_ident(), storage, lanes, slots, sequences, after, missed, stale)
 
@@ -367,6 +470,14 @@ def _queue_of(lanes: Lanes) -> _native.StoreQueue:
     queue = lanes.queue
     assert queue is not None  # the flow of its table has looked
     return queue
+
+
+def _made(storage: Storage, what: str) -> Lanes:
+    """The lanes of a storage that has rows. RuntimeError: nothing was written."""
+    lanes = storage.lanes
+    if not storage.initialized:
+        raise RuntimeError(f"nothing has been written to this storage: there is no {what}")
+    return lanes
 
 
 def _is_loose() -> bool:
