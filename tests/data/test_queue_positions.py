@@ -1,4 +1,4 @@
-"""Rows that are trained once, by a checkpoint that remembers where the consumer was: `position`, `commit` and `seek`."""
+"""Rows that are trained once, as a checkpoint remembers where the consumer was: `position`, `commit` and `seek`."""
 
 import functools
 import json
@@ -51,7 +51,7 @@ PROGRAM = st.lists(st.tuples(st.sampled_from("eeesssskcbB"), st.integers(1, 6)),
 @settings(max_examples=100, deadline=None)
 @given(program=PROGRAM, capacity=st.integers(4, 16), lanes=st.sampled_from([1, 3]))
 def test_each_row_is_once_in_the_line_of_models_wherever_it_goes_on_from(program, capacity, lanes):
-    """k: a kill, after which the newest checkpoint is loaded; c: a checkpoint that is committed; b: one that is not, and
+    """k: a kill, after which the newest checkpoint is loaded; c: one that is committed; b: one that is not, and
     B: its commit."""
     rb = queue(LazyTensorStorage(capacity * lanes, shared=lanes > 1, lanes=lanes if lanes > 1 else None))
     model, number, saved, pending = [], 0, ([], None), None

@@ -387,6 +387,9 @@ class QueueWaits(Waits):
                 "never be there. Make the storage larger, or the batch smaller"
             )
 
+        if self.successor is None and sampler.take_ahead(storage, n):
+            return sampler.put_off
+
         def ready() -> bool:
             if self.successor is not None or sampler.take_ahead(storage, n):
                 return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -36,7 +37,8 @@ class _Taking(NamedTuple):
     Attributes:
         thread: which one.
         storage, lanes: of the rows.
-        slots, sequences: of each row, int64 [n].
+        n: how many rows.
+        slots, sequences: of each row, int64 [n]; None: no sequences, as no row can be overwritten.
         next: of each lane, the row behind those.
         missed, stale: rows that are passed because they were overwritten, or are too old.
     """
@@ -44,18 +46,12 @@ class _Taking(NamedTuple):
     thread: int
     storage: Storage
     lanes: Lanes
+    n: int
     slots: Tensor
-    sequences: Tensor
+    sequences: Tensor | None
     next: list[int]
     missed: int
     stale: int
-
-
-class _Nowhere:
-    """Stands for no `seek`."""
-
-
-_NOWHERE = _Nowhere()
 
 
 class QueueSampler(Sampler, built_in=True):
@@ -99,7 +95,7 @@ class QueueSampler(Sampler, built_in=True):
     """
 
     _copied_as: ClassVar[Mapping[str, Any]] = {
-        **Sampler._copied_as, "_taking": None, "_storage": None, "_sought": _NOWHERE, "_positions_out": False,
+        **Sampler._copied_as, "_taking": None, "_storage": None, "_sought": (), "_positions_out": False,
     }  # fmt: skip
 
     def __init__(
@@ -124,7 +120,9 @@ class QueueSampler(Sampler, built_in=True):
         self._taking: _Taking | None = None
         self._storage: Storage | None = None
         self._draws_anew = 0
-        self._sought: dict[str, Any] | _Nowhere | None = _NOWHERE  # what `seek` was told before there was a store
+        self._sought: tuple[Any, ...] = ()  # what `seek` was told before there was a store; (): nothing
+        # Whether rows can be overwritten before they are read: what is too old has to be known by its sequence, too.
+        self._looks_back = full != "wait" or self.max_staleness is not None or commit == "manual"
         self._positions_out = False  # whether a position was given since the last commit
 
     @property
@@ -180,18 +178,29 @@ class QueueSampler(Sampler, built_in=True):
             self.put_off()
 
     def draw_plan(self, storage: Storage) -> DrawPlan:
-        return super().draw_plan(storage)._replace(is_loose=_is_loose)
+        return super().draw_plan(storage)._replace(draw=partial(self._draw_ahead, storage), is_loose=_is_loose)
+
+    def _draw_ahead(self, storage: Storage, n: int) -> Draw:
+        """The rows that this thread has chosen."""
+        taking = self._own_taking()
+        if taking is None:
+            return self._draw_batch(storage, n)
+        slots = taking.slots
+        index = storage.from_slots(slots) if storage.ndim > 1 else slots
+        return self._as_taken(Draw(index, slots, {}, "QueueSampler", partial(self._draw_ahead, storage)), taking)
 
     def as_draw(
         self, storage: Storage, drawn: tuple[Index, dict[Any, Any]], draw: Callable[[int], Draw], batch_size: int
     ) -> Draw:
         made, taking = super().as_draw(storage, drawn, draw, batch_size), self._own_taking()
-        if taking is not None:
-            made.store, made.taken = taking.lanes.store, self._hand_out
-            made.info["position"] = tuple(taking.next)
-            if self.full != "wait":
-                made.seen = DrawnSequences(taking.sequences)
-        return made
+        return made if taking is None else self._as_taken(made, taking)
+
+    def _as_taken(self, draw: Draw, taking: _Taking) -> Draw:
+        draw.store, draw.taken = taking.lanes.store, self._hand_out
+        draw.info["position"] = tuple(taking.next)
+        if taking.sequences is not None:
+            draw.seen = DrawnSequences(taking.sequences)
+        return draw
 
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Each worker process takes rows of its own out of a store that it shares with the others.
@@ -238,7 +247,7 @@ class QueueSampler(Sampler, built_in=True):
                 raise TypeError(
                     f"a position is a dict that rb.position() gave, or None; got a {type(position).__name__}"
                 )
-            self._sought = position
+            self._sought = (position,)
             return 0
         with self._turn(storage, lanes):
             return self._seek(storage, lanes, position)
@@ -250,13 +259,13 @@ class QueueSampler(Sampler, built_in=True):
             rows = rows_of(lanes, position)
         version = None if position is None else position["version"]
         gone = storage.access.table.flow.sessions.begin(lanes, rows, version)
-        self._sought, self._positions_out = _NOWHERE, False
+        self._sought, self._positions_out = (), False
         return gone
 
     def _take_part(self, storage: Storage, lanes: Lanes) -> None:
         """Goes on where `seek` was told to before there was a store, and takes part in the session that is."""
-        if not isinstance(self._sought, _Nowhere):
-            self._seek(storage, lanes, self._sought)
+        if self._sought:
+            self._seek(storage, lanes, *self._sought)
         storage.access.table.flow.sessions.check(lanes, joins=self.commit == "manual")
 
     @contextlib.contextmanager
@@ -308,7 +317,7 @@ class QueueSampler(Sampler, built_in=True):
     def taken_ahead(self) -> int:
         """How many rows this thread has chosen."""
         taking = self._own_taking()
-        return 0 if taking is None else len(taking.slots)
+        return 0 if taking is None else taking.n
 
     def put_off(self) -> None:
         """Gives the turn back where this thread has it: what it chose comes next, for whoever takes it."""
@@ -363,7 +372,7 @@ class QueueSampler(Sampler, built_in=True):
     def _chosen(self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, fewer: bool) -> _Taking | None:
         """What this thread, which has the turn, takes; None: fewer rows wait than it wants."""
         if (missed := queue.just_missed) and self.full == "wait":
-            queue.pass_over(queue.choose(0)[2], missed)
+            queue.pass_over(queue.choose(0)[3], missed)
             raise RuntimeError(
                 f"{missed} rows were overwritten before they were handed out, though writers are to wait: a process "
                 "that did not know the queue wrote to the storage first. Each process names it, by one function that "
@@ -372,17 +381,19 @@ class QueueSampler(Sampler, built_in=True):
         if not storage.initialized:
             return None
         self._take_part(storage, lanes)
-        slots, sequences, after = queue.choose(n)
+        found, slots, sequences, after = queue.choose(n, self._looks_back)
         stale = 0
-        if self.max_staleness is not None and len(slots):
+        if self.max_staleness is not None and found:
+            assert sequences is not None
             slots, sequences, after, stale = self._fresh(storage, lanes, queue, n, (slots, sequences, after))
-        if len(slots) < n and not (fewer and len(slots)):
+            found = len(slots)
+        if found < n and not (fewer and found):
             if stale:
                 queue.pass_over(after, missed, stale)
             elif queue.lags:
                 queue.hand_out(queue.consumed)
             return None
-        return _Taking(threading.get_ident(), storage, lanes, slots, sequences, after, missed, stale)
+        return _Taking(threading.get_ident(), storage, lanes, found, slots, sequences, after, missed, stale)
 
     # ---- rows that are too old ----
     def _fresh(
@@ -402,9 +413,10 @@ class QueueSampler(Sampler, built_in=True):
             found += len(slots) - int(old.sum())
             if found >= n:
                 break
-            slots, sequences, after = queue.choose(n - found, after)
-            if not len(slots):
+            more, slots, some, after = queue.choose(n - found, True, after)
+            if not more or some is None:
                 break
+            sequences = some
         slots, sequences, old = (torch.cat(parts) for parts in zip(*seen, strict=True))
         fresh = ~old
         if found >= n:
@@ -449,7 +461,7 @@ class QueueSampler(Sampler, built_in=True):
     def versions(self, storage: Storage) -> tuple[int | None, int]:
         """The version of the oldest row that waits (None: there is none, or rows have none), and the consumer's."""
         queue = _queue_of(storage.lanes)
-        slots = queue.choose(1)[0]
+        slots = queue.choose(1)[1]
         try:
             oldest = int(self._versions(storage, slots)[0]) if len(slots) else None
         except ValueError:
