@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import pickle
+import signal
 import threading
 import time
 from collections import deque
@@ -565,26 +566,27 @@ def test_a_wait_that_lasts_says_who_waits_for_what(monkeypatch):
         end(thread)
 
 
-def test_slow_and_quick_writers_of_a_full_queue_get_the_same_room():
-    rb = queue(storage=LazyTensorStorage(64, shared=True, lanes=1), batch_size=16)
-    over = threading.Event()
+@pytest.mark.deep
+@pytest.mark.parametrize("lanes", [None, 4])
+def test_two_processes_that_write_as_fast_as_they_can_get_the_same_room(tmp_path, lanes):
+    def opened():
+        storage = LazyMemmapStorage(64, scratch_dir=tmp_path, shared_init=True, existsok=True, lanes=lanes)
+        return queue(storage=storage, batch_size=16)
 
     def write(which):
-        n = 0
-        while not over.is_set():
-            with_timeout = functools.partial(rb.extend, torch.full((8,), which), timeout=0.2)
-            try:
-                with_timeout()
-                n += 1
-            except TimeoutError:
-                pass
-        return n
+        rb = opened()
+        while True:
+            rb.extend(torch.full((8,), which))
 
-    writers = [in_thread(functools.partial(write, i)) for i in range(2)]
-    counts = torch.zeros(2)
-    for _ in range(200):
-        counts += torch.bincount(rb.sample(timeout=NEVER), minlength=2)
-    over.set()
-    for thread, _ in writers:
-        end(thread)
-    assert counts.min() / counts.sum() > 0.25
+    pids = [fork(functools.partial(write, i)) for i in range(2)]
+    try:
+        rb, counts = opened(), torch.zeros(2)
+        for _ in range(50):
+            rb.sample(timeout=NEVER)
+        for _ in range(1500):
+            counts += torch.bincount(rb.sample(timeout=NEVER), minlength=2)
+        assert counts.min() / counts.sum() > 0.2
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from engram.store.lanes import Lanes
     from engram.store.rows import TableRows
 
-_PAUSE = 5e-5  # seconds that a wait sleeps between two looks, rising up to
+_PAUSE = 5e-5  # seconds that a wait sleeps between two looks, rising as this share of what it has lasted up to
+_PAUSE_SHARE = 0.05
 _LONGEST_PAUSE = 2e-3
 _FIRST_WARNING = 10.0  # seconds
 _NEXT_WARNINGS = 60.0
+_LET_OTHERS_GO = 2e-4  # seconds that a writer who has not waited for room leaves to those who do
 _NOTED_EACH = 0.5  # seconds of a wait are added to the store's
 
 
@@ -104,7 +106,6 @@ class Flow:
         self.named_queue: QueueSetting | None = None
         self.consuming = threading.RLock()
         self.sessions = Sessions()
-        self.has_waited = False  # whether the last write of this process waited for room in the queue
         self.watched: Any = None
         self.conflict = ""
         self._rows: TableRows
@@ -430,6 +431,7 @@ class _OfThread(threading.local):
     def __init__(self) -> None:
         self.is_let_through = False
         self.also: Callable[[], None] | None = None
+        self.has_waited = False
 
 
 _of_thread = _OfThread()
@@ -447,6 +449,21 @@ def let_through() -> Iterator[None]:
 
 def is_let_through() -> bool:
     return _of_thread.is_let_through
+
+
+def let_others_go(queue: _native.StoreQueue) -> None:
+    """Before a write to a queue: a moment for those who wait for room, unless this thread has just waited itself.
+
+    Else a writer that is back at once would take all room, and those that look now and then would find none.
+    """
+    if queue.some_writer_waits and not _of_thread.has_waited:
+        time.sleep(_LET_OTHERS_GO)
+    _of_thread.has_waited = False
+
+
+def note_waited() -> None:
+    """This thread waits for room in a queue."""
+    _of_thread.has_waited = True
 
 
 @contextlib.contextmanager
@@ -488,7 +505,7 @@ class Wait(NamedTuple):
         if self.ready():
             return
         began = noted = time.monotonic()
-        pause, warning = _PAUSE, began + _FIRST_WARNING
+        warning = began + _FIRST_WARNING
         self.note(0.0)
         try:
             while True:
@@ -507,8 +524,9 @@ class Wait(NamedTuple):
                 if now - noted > _NOTED_EACH:
                     self.note(now - noted)
                     noted = now
+                # Longer the longer it lasts, and the same for all that wait since the same event.
+                pause = min(max(_PAUSE, (now - began) * _PAUSE_SHARE), _LONGEST_PAUSE)
                 time.sleep(pause if deadline is None else max(0.0, min(pause, deadline - now)))
-                pause = min(2 * pause, _LONGEST_PAUSE)
                 if self.ready():
                     return
         finally:

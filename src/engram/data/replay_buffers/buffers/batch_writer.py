@@ -312,7 +312,6 @@ class BatchWriter:
             except QueueFullError as again:  # another writer took the room, or some of it
                 slots.append(self._written_of(again))
                 done += again.done
-        self._waits.flow.has_waited = False
         return int(slots[-1]) if single and envs == 1 else torch.cat(slots)
 
     def _written_of(self, full: QueueFullError) -> Tensor:

@@ -18,8 +18,10 @@ from engram.store.flow import (
     RateLimit,
     Wait,
     is_let_through,
+    let_others_go,
     limit_of,
     nobody_else,
+    note_waited,
     setting_of,
     writers_shown,
 )
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
     from engram.data.replay_buffers.storages.base import Storage
     from engram.store.lanes import Lanes
 
-_LET_OTHERS_GO = 2e-4  # seconds that a writer who has not waited for room leaves to those who do
 SHUT_DOWN = "this buffer was shut down while it waited"
 
 
@@ -165,7 +166,11 @@ class Waits:
         self, deadline: float | None, what: str, stop: Callable[[], bool] | None = None, rows: int = 0
     ) -> None:
         """As `await_room`, until a moment of `time.monotonic`; None: any time."""
-        if (self._limit() is None and not (rows and self.fills_up())) or (is_let_through() and not rows):
+        if self._limit() is None and not (rows and self.fills_up()):
+            if self.flow.watched is not None and self.fills_up() and (queue := self._storage.lanes.queue) is not None:
+                let_others_go(queue)
+            return
+        if is_let_through() and not rows:
             return
 
         def ready() -> bool:
@@ -197,7 +202,7 @@ class Waits:
         Raises:
             TimeoutError: none has until then. RuntimeError: none ever will, or all rows were replaced meanwhile.
         """
-        incarnation = self._storage.access.incarnation
+        incarnation, found = self._storage.access.incarnation, 0
 
         def room() -> int:
             if self._storage.access.incarnation != incarnation:
@@ -208,21 +213,20 @@ class Waits:
             return steps if queue is None or not queue.is_one else int(queue.room)
 
         def ready() -> bool:
-            if found := room() > 0:
-                return found
+            nonlocal found
+            found = room()
+            if found > 0:
+                return True
             queue = self._storage.lanes.queue
             if queue is not None and queue.is_one:
                 queue.note_writer_waits()
             return False
 
-        flow, is_first = self.flow, not done
         if not ready():
-            flow.has_waited, is_first = True, False
+            note_waited()
             lacks = functools.partial(self._lacks_place, what, done, steps)
             self._wait(ready, lacks, self._no_sampler, inserts=True)(deadline)
-        elif is_first and not flow.has_waited:
-            time.sleep(_LET_OTHERS_GO)  # there is room: others wait for it
-        return min(steps - done, room())
+        return min(steps - done, found)
 
     def _steps_of(self, rows: int, lanes: Lanes) -> int:
         """The time steps for which a batch of so many rows waits at the most."""
