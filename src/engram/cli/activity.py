@@ -24,9 +24,11 @@ from engram.errors import EngramError, StorageInUseError
 from engram.kernel.disk import (
     LearnerStats,
     ObservedRows,
+    QueueFigures,
     RateFigures,
     StoreFile,
     published_stats,
+    queue_figures,
     rate_figures,
     writer_shares,
 )
@@ -78,7 +80,8 @@ class Activity:
         lengths: of these.
         learners: what learners publish of their draws (`publish_stats=True`).
         problem: why nothing could be read; the rest is as it was at the last look.
-        rate: the rate limiter, what was written and drawn, and how long anybody waited; None: nobody waits.
+        rate: the rate limiter, what was written and drawn, and how long anybody waited; None: there is none.
+        queue: of a store whose rows are handed out once, what waits in it, and how long anybody waited; None: it is none.
     """
 
     path: str
@@ -96,13 +99,14 @@ class Activity:
     problem: str | None = None
     removed: int = 0
     rate: RateFigures | None = None
+    queue: QueueFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON."""
         as_dict = dict(self.__dict__)
         as_dict["writers"] = [{**writer._asdict(), "lanes": list(writer.lanes)} for writer in self.writers]
         as_dict["learners"] = [learner._asdict() for learner in self.learners]
-        for name in ("returns", "lengths", "rate"):
+        for name in ("returns", "lengths", "rate", "queue"):
             as_dict[name] = None if as_dict[name] is None else as_dict[name]._asdict()
         return as_dict
 
@@ -236,6 +240,7 @@ class _Opened:
             learners=tuple(published_stats(self._folder)),
             removed=store.removed_rows,
             rate=rate_figures(store),
+            queue=queue_figures(store),
         )
 
     def _writers(self, lanes: list[dict[str, Any]], new: list[int], seconds: float | None) -> Iterator[WriterActivity]:

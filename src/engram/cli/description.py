@@ -28,6 +28,7 @@ from engram.kernel.disk import (
     ObservedTrajectories,
     StoreFile,
     WriterShare,
+    queue_figures,
     rate_figures,
     writer_shares,
 )
@@ -319,6 +320,8 @@ def _of_header(path: str | os.PathLike[str], store: Any, opened: StoreFile, rows
     notes = (_observations_of_store(layout["observations"], store, capacity),) if "observations" in layout else ()
     if (rate := rate_figures(store)) is not None:
         notes = (*notes, f"rate limiter {rate}")
+    if (queue := queue_figures(store)) is not None:
+        notes = (*notes, f"queue {queue}")
     return Info(
         path=str(path),
         kind="store",

@@ -169,6 +169,8 @@ def _lines_of(now: Activity) -> Iterator[str]:
         yield f"  removed    {now.removed:,} of these, which are not drawn"
     if now.rate is not None:
         yield f"  ratio      {now.rate}"
+    if now.queue is not None:
+        yield f"  queue      {now.queue}"
     yield f"  rates      {_rate(now.rate_in)} in, {_rate(now.rate_out)} overwritten"
     for writer in now.writers:
         yield f"  writer     {_writer(writer)}"

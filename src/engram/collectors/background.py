@@ -21,6 +21,7 @@ from engram.collectors.stats import CollectorStats, EpisodeStats, StepsWay, Thro
 from engram.data import ReplayBuffer
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
+from engram.store.flow import while_waiting
 
 _PATIENCE = 10.0  # seconds that a caller who has held the thread waits for its turn, while others hold it
 
@@ -164,7 +165,7 @@ class BackgroundThread:
     def _run(self) -> None:
         own_exploration_type()
         try:
-            while self._may_collect() and (collect := self._collect()) is not None and collect():
+            while self._may_collect() and (collect := self._collect()) is not None and self._call(collect):
                 del collect  # the caller may drop the collector
             self._call_finish()
         except Abandoned:
@@ -177,6 +178,19 @@ class BackgroundThread:
             with self._turn:
                 self._is_between, self._is_active = True, False
                 self._turn.notify_all()
+
+    def _call(self, collect: Callable[[], bool]) -> bool:
+        with while_waiting(self._while_it_waits):
+            return collect()
+
+    def _while_it_waits(self) -> None:
+        """Where a call waits in its middle, for room in a queue that others took: whoever pauses the thread gets it,
+        and whoever ends it does not wait. What was not written then is lost.
+        """
+        if self._is_stopping:
+            raise Abandoned
+        if self._holds:
+            self._stand()
 
     def _may_collect(self) -> bool:
         """Waits until nobody holds the thread, and there is room for a batch; False: it is to end."""
@@ -193,11 +207,15 @@ class BackgroundThread:
     def _give_way(self) -> None:
         if self._holds or self._is_stopping:
             self._call_finish()
-            with self._turn:
-                self._is_between = bool(self._holds)
-                self._turn.notify_all()
-                self._turn.wait_for(lambda: self._is_stopping or not self._is_between)
-                self._is_between = False
+            self._stand()
+
+    def _stand(self) -> None:
+        """Lets those have the thread who hold it."""
+        with self._turn:
+            self._is_between = bool(self._holds)
+            self._turn.notify_all()
+            self._turn.wait_for(lambda: self._is_stopping or not self._is_between)
+            self._is_between = False
 
     def _call_room(self) -> AwaitRoom | None:
         room = self._room()
@@ -395,6 +413,11 @@ class BackgroundCollector:
         """What waits until batches may be begun; None: they may."""
         buffer, rows = self._awaited, self.frames_per_batch
         return None if buffer is None or buffer.has_room_for(rows) else partial(buffer.await_room, rows=rows)
+
+    def _note_newest_version(self, version: int) -> None:
+        """Tells a queue which version of the policy trains by now: from it `max_staleness` counts."""
+        if self._awaited is not None:
+            self._awaited.note_policy_version(version)
 
     def _await_room(self) -> None:
         """Waits until a batch may be begun; the background thread, which must not wait in a call, has done so."""

@@ -620,6 +620,7 @@ class MultiCollector(PooledCollector, HasSpaces):
             with self._weights_lock:
                 self._weights.write(tensors, version=version)
                 self._is_updated = True
+            self._note_newest_version(self.policy_version)
         elif tensors is not None:
             raise TypeError(f"the policy is a {type(self._policy).__name__} and has no weights; give an nn.Module")
 

@@ -5,6 +5,7 @@ Here is also what collectors of both kinds do with settings, states, weights and
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -673,6 +674,7 @@ class SyncDataCollector(BackgroundCollector, HasSpaces):
             policy_weights=policy_weights, policy_or_weights=policy_or_weights, worker_ids=worker_ids
         )
         self._weights.update(weights, version)
+        self._note_newest_version(self._weights.newest_version)
 
     def encoded_spaces(self) -> EncodedSpaces:
         """The specs of observations and actions, and the gymnasium spaces behind them, which `write_minari` writes."""
@@ -882,7 +884,8 @@ class BufferWriter:
 
     Where new trajectories begin it marks a seam before the next row, so that no sampled slice joins it with a row that
     anybody wrote before. Steps that the buffer's transforms hold back are written before the seam. With a rate limiter
-    nothing waits here: a collector waits before it begins a batch, where it can be paused and nothing is lost.
+    nothing waits here: a collector waits before it begins a batch, where it can be paused and nothing is lost. So it
+    does for room in a queue; what others take of that meanwhile is waited for here.
     """
 
     def __init__(self, replay_buffer: ReplayBuffer[Any]) -> None:
@@ -903,7 +906,8 @@ class BufferWriter:
             with let_through():
                 self.replay_buffer.extend(batch)
             return
-        with storage.mutex, let_through():  # no row of another thread between seam and batch
+        # No row of another thread between seam and batch; but nobody waits for the mutex while `extend` waits for room.
+        with contextlib.nullcontext() if self.replay_buffer.fills_up else storage.mutex, let_through():
             self.replay_buffer.flush_transforms()
             storage.mark_seam()
             self.replay_buffer.extend(batch)

@@ -4,7 +4,7 @@ from engram.checkpoint.directory import DocumentFile
 from engram.checkpoint.reader import Checkpoint
 from engram.checkpoint.writer import saving
 from engram.store.counters import Counters
-from engram.store.flow import RateFigures, rate_figures
+from engram.store.flow import QueueFigures, RateFigures, queue_figures, rate_figures
 from engram.store.header import StoreFile
 from engram.store.locks import FirstByte
 from engram.store.observation_shares import ROWS_LOOKED_AT, ObservationShares
@@ -24,11 +24,13 @@ __all__ = [
     "ObservedLeaf",
     "ObservedRows",
     "ObservedTrajectories",
+    "QueueFigures",
     "RateFigures",
     "StoreFile",
     "WriterShare",
     "is_learner_file",
     "published_stats",
+    "queue_figures",
     "rate_figures",
     "saving",
     "writer_shares",

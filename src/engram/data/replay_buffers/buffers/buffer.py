@@ -472,12 +472,25 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         return watched is None or not watched.is_limited or parts.waits.has_room(rows)
 
     @property
+    def fills_up(self) -> bool:
+        """Whether the storage is a queue in which who writes waits for room (`QueueSampler(full="wait")`)."""
+        return self._parts.waits.fills_up()
+
+    @property
     def holds_writers_back(self) -> bool:
         """Whether who writes may have to wait for who samples: a rate limiter, or a queue, sees to that."""
-        if self._parts.waits.fills_up():
+        if self.fills_up:
             return True
         limiter = self.rate_limiter
         return limiter is not None and math.isfinite(limiter.limit.behind)
+
+    def note_policy_version(self, version: int) -> None:
+        """Says which version of the policy trains from now on, to all who take rows of a queue (`max_staleness`);
+        elsewhere nothing. Collectors call it when they get new weights; `rb.sampler.consumer_version` is the same.
+        """
+        lanes = self._storage.lanes
+        if lanes.queue is not None and lanes.queue.is_one:
+            lanes.queue.consumer_version = version
 
     # ---- a queue whose rows are trained once ----
     def position(self, info: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -1511,7 +1524,9 @@ def sent_to_writers(buffer: Any) -> Any:
     if buffer._writer.placing is Placing.REPLACING:
         return None
     twin = object.__new__(type(buffer))
-    twin.__dict__.update(buffer.__dict__, _sampler=RandomSampler(), _prefetch=0)
+    # Whoever writes first makes the store, and makes it a queue.
+    sampler = buffer._sampler if isinstance(buffer._sampler, QueueSampler) else RandomSampler()
+    twin.__dict__.update(buffer.__dict__, _sampler=sampler, _prefetch=0)
     return twin
 
 
