@@ -81,7 +81,7 @@ class Activity:
         learners: what learners publish of their draws (`publish_stats=True`).
         problem: why nothing could be read; the rest is as it was at the last look.
         rate: the rate limiter, what was written and drawn, and how long anybody waited; None: there is none.
-        queue: of a store whose rows are handed out once, what waits in it, and how long anybody waited; None: it is none.
+        queue: of a store whose rows are handed out once, what waits, and how long anybody waited; None: it is none.
     """
 
     path: str
