@@ -41,6 +41,7 @@ class _Taking(NamedTuple):
         slots, sequences: of each row, int64 [n]; None: no sequences, as no row can be overwritten.
         next: of each lane, the row behind those.
         missed, stale: rows that are passed because they were overwritten, or are too old.
+        incarnation: of the storage before they were chosen.
     """
 
     thread: int
@@ -52,6 +53,7 @@ class _Taking(NamedTuple):
     next: list[int]
     missed: int
     stale: int
+    incarnation: int
 
 
 class QueueSampler(Sampler, built_in=True):
@@ -185,6 +187,8 @@ class QueueSampler(Sampler, built_in=True):
         taking = self._own_taking()
         if taking is None:
             return self._draw_batch(storage, n)
+        if taking.incarnation != storage.access.incarnation:  # all rows were replaced by others
+            self._hand_out(False)
         slots = taking.slots
         index = storage.from_slots(slots) if storage.ndim > 1 else slots
         return self._as_taken(Draw(index, slots, {}, "QueueSampler", partial(self._draw_ahead, storage)), taking)
@@ -380,6 +384,7 @@ class QueueSampler(Sampler, built_in=True):
             )
         if not storage.initialized:
             return None
+        incarnation = storage.access.incarnation
         self._take_part(storage, lanes)
         found, slots, sequences, after = queue.choose(n, self._looks_back)
         stale = 0
@@ -393,7 +398,9 @@ class QueueSampler(Sampler, built_in=True):
             elif queue.lags:
                 queue.hand_out(queue.consumed)
             return None
-        return _Taking(threading.get_ident(), storage, lanes, found, slots, sequences, after, missed, stale)
+        return _Taking(
+            threading.get_ident(), storage, lanes, found, slots, sequences, after, missed, stale, incarnation
+        )
 
     # ---- rows that are too old ----
     def _fresh(

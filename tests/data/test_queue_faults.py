@@ -1,0 +1,61 @@
+"""What queues did wrong before: rows that go while a batch is read, errors in the middle, and who stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from engram.data import LazyTensorStorage, QueueSampler, ReplayBuffer
+from engram.data.replay_buffers.reading.reader import Member
+
+
+def queue(capacity: int = 6, **options: Any) -> ReplayBuffer:
+    rb = ReplayBuffer(storage=LazyTensorStorage(capacity), sampler=QueueSampler(**options), batch_size=4)
+    rb.extend(torch.arange(capacity))
+    return rb
+
+
+def before_next_read(monkeypatch: pytest.MonkeyPatch, then: Callable[[], object]) -> None:
+    """Calls `then`, once, when a batch's rows have been chosen and before they are read."""
+    removed = Member.removed
+
+    def looked(self: Member, slots: torch.Tensor) -> list[int] | None:
+        monkeypatch.setattr(Member, "removed", removed)
+        then()
+        return self.removed(slots)
+
+    monkeypatch.setattr(Member, "removed", looked)
+
+
+@pytest.mark.parametrize("return_info", [False, True])
+def test_a_row_that_is_removed_before_it_is_read_is_passed(monkeypatch: pytest.MonkeyPatch, return_info: bool) -> None:
+    rb = queue()
+    before_next_read(monkeypatch, lambda: rb.remove(torch.tensor([1])))
+    batch = rb.sample(return_info=return_info)
+    assert (batch[0] if return_info else batch).tolist() == [0, 2, 3, 4]
+    assert rb.stats().waiting == 1
+
+
+def test_rows_that_are_overwritten_before_they_are_read_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb = queue(full="overwrite")
+    before_next_read(monkeypatch, lambda: rb.extend(torch.arange(6, 8)))
+    assert rb.sample().tolist() == [2, 3, 4, 5]
+    assert (rb.stats().missed, rb.stats().waiting) == (2, 2)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_rows_that_are_replaced_before_they_are_read_are_not_handed_out(
+    monkeypatch: pytest.MonkeyPatch, loop: bool
+) -> None:
+    rb = queue()
+
+    def replace() -> None:
+        rb.empty()
+        rb.extend(torch.arange(10, 15))
+
+    before_next_read(monkeypatch, replace)
+    assert (next(iter(rb)) if loop else rb.sample()).tolist() == [10, 11, 12, 13]
+    assert rb.stats().waiting == 1
