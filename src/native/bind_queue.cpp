@@ -84,14 +84,15 @@ void bind_queue(nb::module_& m) {
       // 0: this process has the turn; else who has it, or has died with it.
       .def("begin_turn", [](const StoreQueue& q, uint64_t dead) { return q.written().begin_taking(dead); }, "dead"_a = 0)
       .def("end_turn", [](const StoreQueue& q) { q.looked().end_taking(); })
-      // How many rows, their slots and, where they are asked for, sequences, and of each lane the row behind them.
+      // How many rows, their slots and, where they are asked for, sequences; of each lane the row behind them, and how many were
+      // overwritten before them.
       .def("choose", [](const StoreQueue& q, uint64_t n, bool sequences, const std::vector<uint64_t>& from) {
         const Queue::Chosen chosen = q.queue().choose(n, from);
         return nb::make_tuple(chosen.slots.size(), int64s(chosen.slots),
-                              sequences ? nb::object(nb::cast(int64s(chosen.sequences))) : nb::none(), chosen.next);
+                              sequences ? nb::object(nb::cast(int64s(chosen.sequences))) : nb::none(), chosen.next, chosen.missed);
       }, "n"_a, "sequences"_a = false, "from_"_a = std::vector<uint64_t>{},
          nb::sig("def choose(self, n: int, sequences: bool = False, from_: collections.abc.Sequence[int] = []) -> "
-                 "tuple[int, torch.Tensor, torch.Tensor | None, list[int]]"))
+                 "tuple[int, torch.Tensor, torch.Tensor | None, list[int], list[int]]"))
       .def("hand_out", [](const StoreQueue& q, const std::vector<uint64_t>& next, uint64_t missed, uint64_t stale) {
         q.check(next);
         const Queue queue = q.changed();

@@ -96,7 +96,8 @@ class Queue {
   // what waits there. `from`: of each lane the row from which on, where that is behind what was handed out.
   struct Chosen {
     std::vector<int64_t> slots, sequences;
-    std::vector<uint64_t> next;  // of each lane, behind those
+    std::vector<uint64_t> next;    // of each lane, behind those
+    std::vector<uint64_t> missed;  // of each lane, rows that were overwritten and would have come before those
   };
   Chosen choose(uint64_t n, const std::vector<uint64_t>& from) const {
     const uint64_t lanes = lanes_.count();
@@ -106,6 +107,7 @@ class Queue {
     for (uint64_t l = 0; l < lanes; ++l) {
       const auto here = lanes_.queue(l).waiting();
       chosen.next.push_back(l < from.size() ? std::max(here.from, from[l]) : here.from);
+      chosen.missed.push_back(l >= from.size() ? here.missed : chosen.next[l] - from[l]);
       ends[l] = std::max(here.end, chosen.next[l]);
       waiting += ends[l] - chosen.next[l];
     }

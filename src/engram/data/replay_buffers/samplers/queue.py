@@ -375,7 +375,7 @@ class QueueSampler(Sampler, built_in=True):
 
     def _chosen(self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, fewer: bool) -> _Taking | None:
         """What this thread, which has the turn, takes; None: fewer rows wait than it wants."""
-        if (missed := queue.just_missed) and self.full == "wait":
+        if self.full == "wait" and (missed := queue.just_missed):
             queue.pass_over(queue.choose(0)[3], missed)
             raise RuntimeError(
                 f"{missed} rows were overwritten before they were handed out, though writers are to wait: a process "
@@ -386,11 +386,12 @@ class QueueSampler(Sampler, built_in=True):
             return None
         incarnation = storage.access.incarnation
         self._take_part(storage, lanes)
-        found, slots, sequences, after = queue.choose(n, self._looks_back)
-        stale = 0
+        found, slots, sequences, after, gone = queue.choose(n, self._looks_back)
+        missed, stale = sum(gone), 0
         if self.max_staleness is not None and found:
             assert sequences is not None
-            slots, sequences, after, stale = self._fresh(storage, lanes, queue, n, (slots, sequences, after))
+            first = slots, sequences, after, gone
+            slots, sequences, after, missed, stale = self._fresh(storage, lanes, queue, n, first)
             found = len(slots)
         if found < n and not (fewer and found):
             if stale:
@@ -404,41 +405,44 @@ class QueueSampler(Sampler, built_in=True):
 
     # ---- rows that are too old ----
     def _fresh(
-        self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, first: tuple[Tensor, Tensor, list[int]]
-    ) -> tuple[Tensor, Tensor, list[int], int]:
-        """The next n rows that are not too old, or as many as there are; of each lane the row behind them, and how many
-        are passed. Where there are fewer, only what is too old before the first of each lane that is not.
+        self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int,
+        first: tuple[Tensor, Tensor, list[int], list[int]],
+    ) -> tuple[Tensor, Tensor, list[int], int, int]:  # fmt: skip
+        """The next n rows that are not too old, or as many as there are; of each lane the row behind them; how many
+        before those were overwritten, and how many are passed. Where there are fewer, only what is too old before the
+        first of each lane that is not.
         """
         assert self.max_staleness is not None
         oldest = queue.consumer_version - self.max_staleness
         seen: list[tuple[Tensor, Tensor, Tensor]] = []
-        slots, sequences, after = first
-        found = 0
+        slots, sequences, after, gone = first
+        found, missed = 0, sum(gone)
         while True:
             old = self._versions(storage, slots) < oldest
             seen.append((slots, sequences, old))
             found += len(slots) - int(old.sum())
             if found >= n:
                 break
-            more, slots, some, after = queue.choose(n - found, True, after)
+            more, slots, some, after, also_gone = queue.choose(n - found, True, after)
+            missed += sum(also_gone)
             if not more or some is None:
                 break
             sequences = some
         slots, sequences, old = (torch.cat(parts) for parts in zip(*seen, strict=True))
         fresh = ~old
         if found >= n:
-            return slots[fresh], sequences[fresh], after, int(old.sum())
+            return slots[fresh], sequences[fresh], after, missed, int(old.sum())
         # The rows of a lane are in their order: what is too old before its first other one goes.
         rows, envs = lanes.store.lane_capacity * lanes.envs, lanes.envs
         lane, number = slots // rows, sequences * envs + slots % envs
-        passed, behind = 0, list(queue.consumed)
+        passed, missed, behind = 0, 0, list(queue.consumed)
         for which in torch.unique(lane).tolist():
             here = lane == which
-            gone = int(torch.cumprod(old[here].to(torch.int64), 0).sum())
-            if gone:
-                passed += gone
-                behind[which] = int(number[here][gone - 1]) + 1
-        return slots[fresh], sequences[fresh], behind, passed
+            too_old = int(torch.cumprod(old[here].to(torch.int64), 0).sum())
+            if too_old:
+                passed, missed = passed + too_old, missed + gone[which]
+                behind[which] = int(number[here][too_old - 1]) + 1
+        return slots[fresh], sequences[fresh], behind, missed, passed
 
     def _versions(self, storage: Storage, slots: Tensor) -> Tensor:
         """The version of each row: int64 [n]. ValueError: the rows have none."""
