@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from contracts.waiting import seems_alone
 from engram.data import LazyTensorStorage, QueueSampler, ReplayBuffer
 from engram.data.replay_buffers.reading.reader import Member
 
@@ -59,3 +61,14 @@ def test_rows_that_are_replaced_before_they_are_read_are_not_handed_out(
     before_next_read(monkeypatch, replace)
     assert (next(iter(rb)) if loop else rb.sample()).tolist() == [10, 11, 12, 13]
     assert rb.stats().waiting == 1
+
+
+def test_a_loop_hands_out_the_rest_that_is_not_too_old_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    seems_alone(monkeypatch)
+    sampler = QueueSampler(max_staleness=1, version_key="version")
+    rb = ReplayBuffer(storage=LazyTensorStorage(8), sampler=sampler, batch_size=4)
+    rb.extend({"x": torch.arange(7), "version": torch.tensor([5, 0, 5, 5, 5, 0, 5])})
+    sampler.consumer_version = 6
+    batches = [batch["x"].tolist() for batch in itertools.islice(rb, 3)]
+    assert batches == [[0, 2, 3, 4], [6]]
+    assert (rb.stats().waiting, rb.stats().stale) == (0, 2)

@@ -391,7 +391,7 @@ class QueueSampler(Sampler, built_in=True):
         if self.max_staleness is not None and found:
             assert sequences is not None
             first = slots, sequences, after, gone
-            slots, sequences, after, missed, stale = self._fresh(storage, lanes, queue, n, first)
+            slots, sequences, after, missed, stale = self._fresh(storage, lanes, queue, n, first, fewer)
             found = len(slots)
         if found < n and not (fewer and found):
             if stale:
@@ -406,11 +406,11 @@ class QueueSampler(Sampler, built_in=True):
     # ---- rows that are too old ----
     def _fresh(
         self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int,
-        first: tuple[Tensor, Tensor, list[int], list[int]],
+        first: tuple[Tensor, Tensor, list[int], list[int]], fewer: bool,
     ) -> tuple[Tensor, Tensor, list[int], int, int]:  # fmt: skip
         """The next n rows that are not too old, or as many as there are; of each lane the row behind them; how many
-        before those were overwritten, and how many are passed. Where there are fewer, only what is too old before the
-        first of each lane that is not.
+        before those were overwritten, and how many are passed. Where there are fewer, and they are not taken, only
+        what is too old before the first of each lane that is not.
         """
         assert self.max_staleness is not None
         oldest = queue.consumer_version - self.max_staleness
@@ -430,7 +430,7 @@ class QueueSampler(Sampler, built_in=True):
             sequences = some
         slots, sequences, old = (torch.cat(parts) for parts in zip(*seen, strict=True))
         fresh = ~old
-        if found >= n:
+        if found >= n or (fewer and found):
             return slots[fresh], sequences[fresh], after, missed, int(old.sum())
         # The rows of a lane are in their order: what is too old before its first other one goes.
         rows, envs = lanes.store.lane_capacity * lanes.envs, lanes.envs
