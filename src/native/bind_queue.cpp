@@ -118,6 +118,8 @@ void bind_queue(nb::module_& m) {
       .def_prop_ro("session_owner", [](const StoreQueue& q) { return q.flow().session_owner.load(); })
       .def_prop_ro("era", [](const StoreQueue& q) { return q.flow().era.load(); })
       .def_prop_ro("kept_rows", [](const StoreQueue& q) { return q.queue().kept_rows(); })
+      .def_prop_ro("removed_next", [](const StoreQueue& q) { return q.queue().removed_next(); })
+      .def("pass_removed", [](const StoreQueue& q) { q.changed().pass_removed(); })
       .def_prop_ro("consumed", [](const StoreQueue& q) { return q.cursors(false); })
       .def_prop_ro("kept", [](const StoreQueue& q) { return q.cursors(true); })
       // ---- of saves ----

@@ -135,6 +135,23 @@ class Queue {
       if (to > had || (lets_go && StdMemory::load(lane.kept) != had)) lane.hand_out(std::max(to, had), lets_go);
     }
   }
+  // Whether the row of a lane that comes next was removed: nobody takes it, and it keeps its place until it is passed.
+  bool removed_next() const {
+    for (uint64_t l = 0; l < lanes_.count(); ++l) {
+      const auto here = lanes_.queue(l).waiting();
+      if (!here.missed && past_removed(l, here.from, here.end) > here.from) return true;
+    }
+    return false;
+  }
+  // By who has the turn: removed rows that come next are passed.
+  void pass_removed() const {
+    for (uint64_t l = 0; l < lanes_.count(); ++l) {
+      const auto lane = lanes_.queue(l);
+      const auto here = lane.waiting();
+      const uint64_t to = past_removed(l, here.from, here.end);
+      if (!here.missed && to > here.from) lane.hand_out(to, StdMemory::load(lane.kept) >= here.from);
+    }
+  }
   // Of a lane that was loaded, with the cursors of its save.
   void restore(uint64_t l, uint64_t consumed, uint64_t kept) const {
     const auto lane = lanes_.queue(l);
@@ -189,6 +206,14 @@ class Queue {
     ::clock_gettime(CLOCK_REALTIME, &at);
     return static_cast<uint64_t>(at.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(at.tv_nsec);
   }
+  // The first row of a lane from `from` on that was not removed; `end`: there is none before it.
+  uint64_t past_removed(uint64_t l, uint64_t from, uint64_t end) const {
+    if (!lanes_.removals() || !lanes_.removed_rows(l)) return from;
+    const auto bits = lanes_.removed(l);
+    const uint64_t ring = lanes_.capacity() * lanes_.envs();
+    while (from < end && bits.has(from % ring)) ++from;
+    return from;
+  }
   uint64_t removed(uint64_t l, uint64_t from, uint64_t end) const {
     if (!lanes_.removals() || !lanes_.removed_rows(l)) return 0;
     const auto bits = lanes_.removed(l);
@@ -210,7 +235,7 @@ class Queue {
       chosen.sequences.push_back(static_cast<int64_t>(envs == 1 ? row : row / envs));
       ++taken;
     }
-    while (some_removed && row < end && bits.has(row % ring)) ++row;  // so that nobody waits for these
+    row = past_removed(l, row, end);  // so that nobody waits for these
     return taken;
   }
 

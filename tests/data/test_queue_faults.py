@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -72,3 +72,18 @@ def test_a_loop_hands_out_the_rest_that_is_not_too_old_once(monkeypatch: pytest.
     batches = [batch["x"].tolist() for batch in itertools.islice(rb, 3)]
     assert batches == [[0, 2, 3, 4], [6]]
     assert (rb.stats().waiting, rb.stats().stale) == (0, 2)
+
+
+@pytest.mark.parametrize(("removed", "rows"), [([0, 1, 2], 2), (range(6), 6)])
+@pytest.mark.parametrize("awaits", [False, True])
+def test_removed_rows_that_come_next_make_room(
+    monkeypatch: pytest.MonkeyPatch, removed: Sequence[int], rows: int, awaits: bool
+) -> None:
+    seems_alone(monkeypatch)
+    rb = queue()
+    rb.remove(torch.tensor(removed))
+    if awaits:
+        rb.await_room(rows=rows)
+    assert rb.extend(torch.arange(6, 6 + rows)).tolist() == list(range(rows))
+    batch = next(iter(rb)) if rb.can_sample() else rb.sample(2)
+    assert batch.tolist()[:2] == [row for row in range(12) if row >= 6 or row not in removed][:2]

@@ -185,7 +185,10 @@ class Waits:
         lanes = self._storage.lanes
         if not lanes.store.is_limited or not lanes.store.may_insert():
             return not lanes.store.is_limited
-        return not rows or not self.fills_up() or self._steps_of_room(lanes) >= self._steps_of(rows, lanes)
+        if not rows or not self.fills_up():
+            return True
+        steps = self._steps_of(rows, lanes)
+        return self._steps_of_room(lanes) >= steps or (self._pass_removed() and self._steps_of_room(lanes) >= steps)
 
     # ---- a queue, whose writers wait where it is full ----
     def fills_up(self) -> bool:
@@ -215,6 +218,8 @@ class Waits:
         def ready() -> bool:
             nonlocal found
             found = room()
+            if not found and self._pass_removed():
+                found = room()
             if found > 0:
                 return True
             queue = self._storage.lanes.queue
@@ -227,6 +232,22 @@ class Waits:
             lacks = functools.partial(self._lacks_place, what, done, steps)
             self._wait(ready, lacks, self._no_sampler, inserts=True)(deadline)
         return min(steps - done, found)
+
+    def _pass_removed(self) -> bool:
+        """Makes room of the queue's next rows where they were removed: there may be too few others for a batch, with
+        which they would go. Whether there were any.
+        """
+        lanes = self._storage.lanes
+        queue = lanes.queue
+        if queue is None or not queue.is_one or not queue.removed_next:
+            return False
+        with self.flow.consuming:
+            lanes.begin_taking()
+            try:
+                queue.pass_removed()
+            finally:
+                queue.end_turn()
+        return True
 
     def _steps_of(self, rows: int, lanes: Lanes) -> int:
         """The time steps for which a batch of so many rows waits at the most."""
