@@ -87,3 +87,11 @@ def test_removed_rows_that_come_next_make_room(
     assert rb.extend(torch.arange(6, 6 + rows)).tolist() == list(range(rows))
     batch = next(iter(rb)) if rb.can_sample() else rb.sample(2)
     assert batch.tolist()[:2] == [row for row in range(12) if row >= 6 or row not in removed][:2]
+
+
+def test_a_batch_of_a_queue_is_of_whole_time_steps() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, ndim=2), sampler=QueueSampler(), batch_size=3)
+    rb.extend(torch.arange(8).reshape(2, 4))
+    with pytest.raises(ValueError, match="a multiple of 2"):
+        rb.sample()
+    assert len(rb.sample(6)) == 6

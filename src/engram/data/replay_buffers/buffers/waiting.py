@@ -411,6 +411,11 @@ class QueueWaits(Waits):
                 f"a batch of {n:,} rows is more than the queue has room for, {storage.lanes.capacity:,}: it would "
                 "never be there. Make the storage larger, or the batch smaller"
             )
+        if n % (envs := storage.lanes.envs):
+            raise ValueError(
+                f"a queue hands out whole time steps, which have {envs} rows here, one of each environment: a batch of "
+                f"{n:,} rows ends in the middle of one. Make it a multiple of {envs}"
+            )
 
         if self.successor is None and sampler.take_ahead(storage, n):
             return sampler.put_off
