@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from contracts.waiting import seems_alone
+from contracts.waiting import comes, seems_alone
 from engram.data import LazyTensorStorage, QueueSampler, ReplayBuffer
 from engram.data.replay_buffers.reading.reader import Member
 
@@ -95,3 +96,25 @@ def test_a_batch_of_a_queue_is_of_whole_time_steps() -> None:
     with pytest.raises(ValueError, match="a multiple of 2"):
         rb.sample()
     assert len(rb.sample(6)) == 6
+
+
+def test_another_buffer_is_told_that_its_queue_was_ended() -> None:
+    rb = queue()
+    other = ReplayBuffer(storage=rb.storage, sampler=QueueSampler(), batch_size=4)
+    rb.end_queue()
+    assert not other.can_sample()
+    with pytest.raises(RuntimeError, match="no queue any more"):
+        other.sample()
+
+
+def test_who_waits_for_rows_of_a_queue_that_ends_is_told() -> None:
+    rb = queue()
+    rb.sample()
+    other = ReplayBuffer(storage=rb.storage, sampler=QueueSampler(), batch_size=4)
+    with ThreadPoolExecutor(2) as threads:
+        waiting = [threads.submit(each.sample, wait=True, timeout=60) for each in (rb, other)]
+        assert comes(lambda: rb.storage.lanes.store.waits[2] == 2)
+        rb.end_queue()
+        assert len(waiting[0].result()) == 4  # drawn uniformly, as its own buffer was told
+        with pytest.raises(RuntimeError, match="no queue any more"):
+            waiting[1].result()

@@ -579,10 +579,10 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             >>> rb.write_count, rb.sampler
             (8, RandomSampler())
         """
+        if isinstance(self._sampler, QueueSampler):  # first: who waits in this buffer goes on with the other one
+            self.set_sampler(RandomSampler())
         with self._storage.mutex:
             self._flow.end_queue()
-        if isinstance(self._sampler, QueueSampler):
-            self.set_sampler(RandomSampler())
 
     @property
     def column_rows(self) -> ColumnRows | None:

@@ -417,16 +417,18 @@ class QueueWaits(Waits):
                 f"{n:,} rows ends in the middle of one. Make it a multiple of {envs}"
             )
 
-        if self.successor is None and sampler.take_ahead(storage, n):
-            return sampler.put_off
-
         def ready() -> bool:
-            if self.successor is not None or sampler.take_ahead(storage, n):
+            if self.successor is not None:
+                return True
+            sampler.check_is_queue(storage)
+            if sampler.take_ahead(storage, n):
                 return True
             if why := self._why_full():
                 raise RuntimeError(why)
             return False
 
+        if self.successor is None and ready():
+            return sampler.put_off
         if wait is False:
             if not ready():
                 raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")

@@ -170,7 +170,8 @@ class QueueSampler(Sampler, built_in=True):
         return (storage.from_slots(taking.slots) if storage.ndim > 1 else taking.slots), {}
 
     def can_sample(self, storage: Storage, batch_size: int) -> bool:
-        if _queue_of(storage.lanes).waiting < batch_size:
+        queue = _queue_of(storage.lanes)
+        if not queue.is_one or queue.waiting < batch_size:
             return False
         if self.max_staleness is None:
             return True
@@ -205,6 +206,15 @@ class QueueSampler(Sampler, built_in=True):
         if taking.sequences is not None:
             draw.seen = DrawnSequences(taking.sequences)
         return draw
+
+    @staticmethod
+    def check_is_queue(storage: Storage) -> None:
+        """RuntimeError where somebody has ended the queue."""
+        if not _queue_of(storage.lanes).is_one:
+            raise RuntimeError(
+                "this storage is no queue any more, as `end_queue()` of a buffer that uses it was called: set another "
+                "sampler (`rb.set_sampler(RandomSampler())`), or make the buffer anew for another queue"
+            )
 
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Each worker process takes rows of its own out of a store that it shares with the others.
