@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from contracts.waiting import comes, seems_alone
 from engram.data import LazyTensorStorage, QueueSampler, ReplayBuffer
@@ -118,3 +119,22 @@ def test_who_waits_for_rows_of_a_queue_that_ends_is_told() -> None:
         assert len(waiting[0].result()) == 4  # drawn uniformly, as its own buffer was told
         with pytest.raises(RuntimeError, match="no queue any more"):
             waiting[1].result()
+
+
+def test_workers_of_a_data_loader_hand_out_no_copies() -> None:
+    rb = queue()
+    loader = DataLoader(rb.as_iterable_dataset(), batch_size=None, num_workers=1)
+    with pytest.raises(RuntimeError, match="shared=True"):
+        next(iter(loader))
+
+
+def test_a_dataset_of_a_queue_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seems_alone(monkeypatch)
+    assert [batch.tolist() for batch in queue().as_iterable_dataset(batches=9)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_workers_of_a_data_loader_share_a_queue() -> None:
+    rb = ReplayBuffer(storage=LazyTensorStorage(8, shared=True), sampler=QueueSampler(), batch_size=2)
+    rb.extend(torch.arange(8))
+    loader = DataLoader(rb.as_iterable_dataset(batches=4), batch_size=None, num_workers=2)
+    assert sorted(row for batch in loader for row in batch.tolist()) == list(range(8))

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from engram.data.replay_buffers.samplers.base import WorkerShare
+from engram.data.replay_buffers.samplers.queue import QueueSampler
 
 
 class BatchDataset(IterableDataset[Any]):
@@ -40,9 +41,9 @@ class BatchDataset(IterableDataset[Any]):
         yield from itertools.islice(self._draws(), batches)
 
     def _draws(self) -> Iterator[Any]:
-        """Batches, and where their number is given, epoch after epoch."""
+        """Batches, and where their number is given, epoch after epoch; of a queue, to its end."""
         yield from self.buffer
-        while self._batches is not None:
+        while self._batches is not None and not isinstance(self.buffer.sampler, QueueSampler):
             yield from self.buffer
 
     def _take_share(self, share: WorkerShare, seed: int) -> None:

@@ -219,8 +219,18 @@ class QueueSampler(Sampler, built_in=True):
     def _split_among_workers(self, share: WorkerShare) -> None:
         """Each worker process takes rows of its own out of a store that it shares with the others.
 
-        ValueError: with `commit="manual"`, as no position would be that of the batches that were trained.
+        Raises:
+            ValueError: with `commit="manual"`, as no position would be that of the batches that were trained.
+            RuntimeError: each has a copy of the rows, and would hand out all of them.
         """
+        storage = self._storage
+        if storage is not None and storage.lanes.copied_by_fork:
+            raise RuntimeError(
+                "a QueueSampler in the worker processes of a data loader takes rows out of a storage that they share, "
+                "and of this one each has a copy, which it would hand out again: make the storage with shared=True "
+                "(LazyTensorStorage, LazyMemmapStorage) and write its first batch before the workers are there, or use "
+                "num_workers=0"
+            )
         if self.commit == "manual":
             raise ValueError(
                 'a queue with commit="manual" is sampled where the model is trained: workers of a data loader are '
