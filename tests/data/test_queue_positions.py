@@ -237,9 +237,8 @@ def test_positions_of_other_rows_are_refused(tmp_path):
     for use in (plain.position, functools.partial(plain.commit, position), functools.partial(plain.seek, None)):
         with pytest.raises(TypeError, match=r"is of a queue, and the sampler of this buffer is RandomSampler\(\)"):
             use()
-    shared = queue(LazyTensorStorage(8, shared=True))
     with pytest.raises(ValueError, match="Use num_workers=0"):
-        shared._sampler._split_among_workers(None)
+        rb._sampler._split_among_workers(None)
 
 
 def test_rows_that_only_a_commit_frees_are_told_at_once():

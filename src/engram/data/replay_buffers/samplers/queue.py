@@ -223,6 +223,11 @@ class QueueSampler(Sampler, built_in=True):
             ValueError: with `commit="manual"`, as no position would be that of the batches that were trained.
             RuntimeError: each has a copy of the rows, and would hand out all of them.
         """
+        if self.commit == "manual":
+            raise ValueError(
+                'a queue with commit="manual" is sampled where the model is trained: workers of a data loader are '
+                "ahead of it, so that no position would be that of the model. Use num_workers=0"
+            )
         storage = self._storage
         if storage is not None and storage.lanes.copied_by_fork:
             raise RuntimeError(
@@ -230,11 +235,6 @@ class QueueSampler(Sampler, built_in=True):
                 "and of this one each has a copy, which it would hand out again: make the storage with shared=True "
                 "(LazyTensorStorage, LazyMemmapStorage) and write its first batch before the workers are there, or use "
                 "num_workers=0"
-            )
-        if self.commit == "manual":
-            raise ValueError(
-                'a queue with commit="manual" is sampled where the model is trained: workers of a data loader are '
-                "ahead of it, so that no position would be that of the model. Use num_workers=0"
             )
 
     # ---- positions ----
