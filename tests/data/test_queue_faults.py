@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 from torch.utils.data import DataLoader
 
 from contracts.waiting import comes, seems_alone
-from engram.data import LazyTensorStorage, QueueSampler, ReplayBuffer
+from engram.data import (
+    LazyMemmapStorage,
+    LazyTensorStorage,
+    PrioritizedSampler,
+    QueueSampler,
+    ReplayBuffer,
+    TensorDictReplayBuffer,
+)
 from engram.data.replay_buffers.reading.reader import Member
 
 
@@ -138,3 +148,22 @@ def test_workers_of_a_data_loader_share_a_queue() -> None:
     rb.extend(torch.arange(8))
     loader = DataLoader(rb.as_iterable_dataset(batches=4), batch_size=None, num_workers=2)
     assert sorted(row for batch in loader for row in batch.tolist()) == list(range(8))
+
+
+def test_rows_that_wait_for_room_get_the_priorities_that_come_with_them(tmp_path: Path) -> None:
+    storage = LazyMemmapStorage(12, scratch_dir=tmp_path, shared_init=True, existsok=True, lanes=3)
+    rb = ReplayBuffer(storage=storage, sampler=QueueSampler(), batch_size=2)
+    sampler = PrioritizedSampler(12, 1.0, 1.0, 0.0)
+    other = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=2, priority_key="p")
+    other.extend(TensorDict({"x": torch.arange(2.0), "p": torch.arange(2.0) + 1}, [2]))
+    n = torch.arange(2.0, 16.0)
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(other.extend, TensorDict({"x": n, "p": n + 1}, [14]))
+        while not writing.done():
+            with contextlib.suppress(TimeoutError):
+                rb.sample(timeout=0.05)
+        index = writing.result()
+    newest = dict(zip(index.tolist(), n.tolist(), strict=True))
+    at = torch.tensor(list(newest))
+    assert other[at]["x"].tolist() == list(newest.values())
+    assert (sampler.priorities(at, storage=storage) - other[at]["x"]).tolist() == [1.0] * len(at)

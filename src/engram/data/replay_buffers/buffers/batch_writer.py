@@ -326,11 +326,19 @@ class BatchWriter:
         if self._check_rows is not None:
             checked = storage.check(items, single=single, time_dim=time_dim, index_key=self._writer.index_key)
             self._check_rows(checked.steps * math.prod(storage.env_shape))
-        slots = self._write_rows(storage, items, single, time_dim)
+        try:
+            slots = self._write_rows(storage, items, single, time_dim)
+        except QueueFullError as full:
+            if priorities is not None and full.done:
+                self._set_priorities(written := self._written_of(full), priorities[: len(written)])
+            raise
         if priorities is not None:
-            assert self.priorities is not None
-            self.priorities.set(slots, priorities)
+            self._set_priorities(slots, priorities)
         return slots
+
+    def _set_priorities(self, slots: Any, priorities: Tensor) -> None:
+        assert self.priorities is not None
+        self.priorities.set(slots, priorities)
 
     def _priorities_of(self, items: Any, single: bool, time_dim: int) -> Tensor | None:
         given = self.priorities
