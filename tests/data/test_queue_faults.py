@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -148,6 +150,16 @@ def test_workers_of_a_data_loader_share_a_queue() -> None:
     rb.extend(torch.arange(8))
     loader = DataLoader(rb.as_iterable_dataset(batches=4), batch_size=None, num_workers=2)
     assert sorted(row for batch in loader for row in batch.tolist()) == list(range(8))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda rb: pickle.loads(pickle.dumps(rb))])
+def test_a_copy_of_a_queue_goes_on_where_it_was(copied: Callable[[ReplayBuffer], ReplayBuffer]) -> None:
+    rb = queue()
+    assert rb.sample().tolist() == [0, 1, 2, 3]
+    other = copied(rb)
+    other.extend(torch.arange(6, 8))
+    assert other.sample().tolist() == [4, 5, 6, 7]
+    assert rb.stats().waiting == 2
 
 
 def test_rows_that_wait_for_room_get_the_priorities_that_come_with_them(tmp_path: Path) -> None:
