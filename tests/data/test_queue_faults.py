@@ -26,6 +26,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.data.replay_buffers.reading.reader import Member
+from engram.transforms import MultiStepTransform
 
 
 def queue(capacity: int = 6, **options: Any) -> ReplayBuffer:
@@ -179,3 +180,22 @@ def test_rows_that_wait_for_room_get_the_priorities_that_come_with_them(tmp_path
     at = torch.tensor(list(newest))
     assert other[at]["x"].tolist() == list(newest.values())
     assert (sampler.priorities(at, storage=storage) - other[at]["x"]).tolist() == [1.0] * len(at)
+
+
+def test_data_that_a_full_queue_refuses_leave_transforms_as_before() -> None:
+    transform = MultiStepTransform(n_steps=3, gamma=0.5)
+    rb = TensorDictReplayBuffer(storage=LazyTensorStorage(6), sampler=QueueSampler(), batch_size=2, transform=transform)
+    rb.extend(steps_of_time(8))
+    with pytest.raises(TimeoutError, match="nothing was written"):
+        rb.extend(steps_of_time(4, 8), timeout=0)
+    found = [row for _ in range(3) for row in rb.sample()["obs"].tolist()]
+    rb.extend(steps_of_time(4, 8))
+    assert found + [row for _ in range(2) for row in rb.sample()["obs"].tolist()] == list(range(10))
+
+
+def steps_of_time(n: int, first: int = 0) -> TensorDict:
+    t = torch.arange(first, first + n).float()
+    off = torch.zeros(n, 1, dtype=torch.bool)
+    reward = t.reshape(n, 1)
+    then = TensorDict({"obs": t + 1, "reward": reward, "done": off, "terminated": off.clone()}, [n])
+    return TensorDict({"obs": t, "next": then}, [n])

@@ -173,6 +173,7 @@ class BatchWriter:
         self.priorities = priorities
         self._waits = waits
         self._column_rows: ColumnRows | None = None
+        self._makings = 0  # of data that ordered transforms changed and that were written without their lock
 
     def write(
         self, data: Any, *, single: bool, update_priority: bool | None = None, timeout: float | None = None
@@ -210,8 +211,8 @@ class BatchWriter:
         """Writes the steps that transforms hold back; returns their indices."""
         transform, storage = self.transform, self._storage
         self._waits.await_room(what="flush_transforms")
-        made, slots = self._made(lambda: transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
-        return self._index_of(self._write_made(made) if slots is None else slots, False)
+        _, slots = self._made(lambda: transform.flush(WriteRequest(None, storage.ndim, storage.ndim - 1)))
+        return self._index_of(slots, False)
 
     def in_place(self, items: Any) -> Any:
         """Data that replace stored steps, as transforms store them: they follow nothing that was written before."""
@@ -236,42 +237,55 @@ class BatchWriter:
 
     def _write_through(self, items: Any, single: bool, update_priority: bool | None, deadline: float | None) -> Any:
         transform, storage = self.transform, self._storage
-        slots = None
         if not transform.stream.inverse_is_ordered:
             made = transform.inverse_stream(WriteRequest(items, storage.ndim, self._time_dim, single))
+            slots = self._write_made(made, update_priority, deadline)
         else:
 
             def make() -> WriteRequest:
                 batch = stack(items, self._time_dim) if type(items) is list else items
                 return transform.inverse_stream(WriteRequest(batch, storage.ndim, self._time_dim, single))
 
-            made, slots = self._made(make, update_priority)
-        if slots is None:
-            slots = self._write_made(made, update_priority, deadline)
+            made, slots = self._made(make, update_priority, deadline)
         return self._index_of(slots, made.single and not made.resized)
 
     def _made(
-        self, make: Callable[[], WriteRequest], update_priority: bool | None = None
-    ) -> tuple[WriteRequest, Any | None]:
+        self, make: Callable[[], WriteRequest], update_priority: bool | None = None, deadline: float | None = None
+    ) -> tuple[WriteRequest, Any]:
         """What transforms make of data, and the slots to which it was written, before anybody else writes. Where it is
         refused, transforms are as before.
 
-        In a queue that may be full what they make is written when they are done, without their lock: no slots.
+        In a queue that may be full what they make is written when they are done, without their lock. Where nothing of
+        it is, transforms are as before, too, unless they have changed other data since.
         """
         transform = self.transform
         with self._writing():
             before = transform.remember()
             try:
                 made = make()
-                return made, None if self._waits.fills_up() else self._write_made(made, update_priority)
+                if not self._waits.fills_up():
+                    return made, self._write_made(made, update_priority)
             except BaseException:
                 transform.undo(before)
                 raise
+            self._makings = number = self._makings + 1
+        done = [0]
+        try:
+            return made, self._write_made(made, update_priority, deadline, done)
+        except BaseException:
+            with self._writing():
+                if not done[0] and number == self._makings:
+                    transform.undo(before)
+            raise
 
     def _write_made(
-        self, made: WriteRequest, update_priority: bool | None = None, deadline: float | None = None
+        self,
+        made: WriteRequest,
+        update_priority: bool | None = None,
+        deadline: float | None = None,
+        done: list[int] | None = None,
     ) -> Any:
-        """Writes what transforms made of the data, if anything; returns slots."""
+        """Writes what transforms made of the data, if anything; returns slots. `done`: as `_append`."""
         items, time_dim = made.items, -1 if made.single else made.time_dim
         if made.held is not None:
             # What waits in a transform must fit, too: an error later would belong to somebody else's data.
@@ -282,26 +296,36 @@ class BatchWriter:
         if type(items) is list:
             items = self.as_batch(items, time_dim)
         priorities = None if update_priority is False else self._priorities_of(items, made.single, time_dim)
-        return self._append(items, made.single, time_dim, priorities, deadline)
+        return self._append(items, made.single, time_dim, priorities, deadline, done)
 
     def _append(
-        self, items: Any, single: bool, time_dim: int, priorities: Tensor | None, deadline: float | None
+        self,
+        items: Any,
+        single: bool,
+        time_dim: int,
+        priorities: Tensor | None,
+        deadline: float | None,
+        done: list[int] | None = None,
     ) -> Any:
-        """Writes steps with their priorities; returns slots. Of a queue it waits for room, outside of all locks."""
+        """Writes steps with their priorities; returns slots. Of a queue it waits for room, outside of all locks.
+
+        `done`: is told how many steps were written by now, where it waits.
+        """
         try:
             with self._storage.mutex if priorities is None else self._writing():
                 return self._append_now(items, single, time_dim, priorities)
         except QueueFullError as full:
-            return self._append_rest(full, items, single, time_dim, priorities, deadline)
+            return self._append_rest(full, items, single, time_dim, priorities, deadline, [0] if done is None else done)
 
     def _append_rest(
         self, full: QueueFullError, items: Any, single: bool, time_dim: int, priorities: Tensor | None,
-        deadline: float | None,
+        deadline: float | None, written: list[int],
     ) -> Any:  # fmt: skip
         """As `_append`, where the queue had no room for all of them: a part at a time."""
         steps, done, envs = full.steps, full.done, math.prod(self._storage.env_shape)
         slots, what = [self._written_of(full)], "add" if single else "extend"
         while done < steps:
+            written[0] = done
             n = self._waits.await_place(deadline, what, done, steps)
             part = items if single else part_of(items, time_dim, done, done + n)
             own = None if priorities is None else priorities[done * envs : (done + n) * envs]
