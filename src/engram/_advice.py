@@ -139,7 +139,7 @@ ARGUMENTS: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "transport": ((None, "auto", "direct"), "use RayReplayBuffer"),
         "transport_options": ((None,), "leave it out: RayReplayBuffer has options of its own"),
         "sample_unit": ((None,), "use SliceSampler for parts of trajectories; a later release has units"),
-        "consume_after_n_samples": ((None,), "use SamplerWithoutReplacement; a later release has ConsumingSampler"),
+        "consume_after_n_samples": ((None,), "use QueueSampler; a later release has ConsumingSampler"),
         **_stored_once("storage=LazyTensorStorage(n, compact=True)"),
     },
     "ReplayBufferEnsemble": {
@@ -331,9 +331,9 @@ NAMES: dict[str, dict[str, str]] = {
     "engram.data": {
         "HERReplayBuffer": f"{_LATER} relabel goals in what you extend with",
         "HindsightStrategy": f"{_LATER} relabel goals in what you extend with",
-        "ConsumingSampler": f"{_LATER} SamplerWithoutReplacement gives each step once an epoch",
+        "ConsumingSampler": f"{_LATER} QueueSampler hands out each row once, oldest first, to all processes",
         "StreamingSliceSampler": f"{_LATER} SliceSamplerWithoutReplacement gives each trajectory once an epoch",
-        "StalenessAwareSampler": f"{_LATER} PrioritizedSampler draws by priorities that you give",
+        "StalenessAwareSampler": f"{_LATER} QueueSampler(max_staleness=) passes rows that are too old",
         "PromptGroupSampler": f"{_LATER} SliceSampler draws steps with the same traj_key together",
         "SampleUnit": f"{_LATER} samplers draw steps, SliceSampler parts of trajectories",
         "Sequence": f"{_LATER} SliceSampler and SequenceSampler draw parts of trajectories",
