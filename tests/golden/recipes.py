@@ -23,6 +23,7 @@ from engram.data import (
     NestedStorageCheckpointer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    QueueSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
     RoundRobinWriter,
@@ -65,6 +66,14 @@ def wrapped(rb: Any) -> Any:
     rb.extend(steps(0, 20))
     rb.extend(steps(20, 30))
     rb.extend(steps(50, 5))
+    return rb
+
+
+def part_of_a_queue(rb: Any) -> Any:
+    """35 steps, of which five were handed out."""
+    rb.extend(steps(0, 20))
+    rb.extend(steps(20, 15))
+    rb.sample(5)
     return rb
 
 
@@ -353,6 +362,7 @@ RECIPES: dict[str, Recipe] = {
     "list": Recipe(anything, fill_anything, more=lambda rb: rb.add("one more")),
     "list-without-limit": Recipe(words, fill_words, more=lambda rb: rb.extend(["a", "b"])),
     "ensemble": Recipe(ensemble, fill_ensemble, 6, ensemble_more),
+    "queue": Recipe(plain(sampler=QueueSampler), part_of_a_queue, 3, ten_more),
     "epoch": Recipe(plain(sampler=SamplerWithoutReplacement), part_of_an_epoch, more=ten_more),
     "prioritized": Recipe(plain(sampler=lambda: PrioritizedSampler(40, 0.7, 0.5)), with_priorities, 8, new_priorities),
     "slices": Recipe(plain(sampler=lambda: SliceSampler(**SLICES)), wrapped, more=ten_more),
