@@ -52,10 +52,17 @@ def in_thread(call):
     return thread, results
 
 
-@each("storage", ["private", "items"])
+STORAGES = {
+    "private": lambda: LazyTensorStorage(20),
+    "items": lambda: ListStorage(20),
+    "shared": lambda: LazyTensorStorage(20, shared=True),
+}
+
+
+@each("storage", STORAGES)
 @pytest.mark.parametrize("frames", [5, 30])
 def test_a_loop_over_the_queue_gets_each_frame_once_and_ends_with_the_collector(storage, frames):
-    rb = queued(LazyTensorStorage(20) if storage == "private" else ListStorage(20))
+    rb = queued(STORAGES[storage]())
     collector = collecting(rb, frames, 240)
     collector.start()
     seen = [batch["observation"][:, 0].tolist() for batch in rb]
@@ -109,6 +116,19 @@ def test_a_collector_in_the_foreground_is_told_that_nobody_takes_rows():
     rb.sample()
     collector.rollout()
     assert rb.write_count == 24
+
+
+def test_a_sample_that_waits_is_told_that_the_collector_has_all_its_frames():
+    rb = queued(LazyTensorStorage(20, shared=True))
+    collector = collecting(rb, 5, 15)
+    collector.start()
+    rb.sample()
+    with pytest.raises(RuntimeError, match=r"5 of 10 are there.*what filled the buffer in the background has ended"):
+        rb.sample()
+    rb.set_sampler(QueueSampler())
+    with pytest.raises(RuntimeError, match="has ended"):
+        rb.sample()
+    collector.shutdown()
 
 
 def test_new_weights_say_from_which_version_rows_are_too_old():

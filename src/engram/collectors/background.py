@@ -43,7 +43,8 @@ class BackgroundThread:
     `room` is asked what waits until there is room for it (None: there is): then the thread is between two calls, and
     it leaves the wait, to which it comes back, for whoever pauses or ends it. All are methods of a collector, which the
     thread does not keep alive. An error, also of the wait, ends the thread, is logged at once, and is raised by
-    `raise_failure`; `report` gets it, too, and None as soon as it is raised.
+    `raise_failure`; `report` gets it, too, and None as soon as it is raised. `report_filling` is told that it
+    begins, and ends.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class BackgroundThread:
         finish: Callable[[], None],
         room: Callable[[], AwaitRoom | None],
         report: Callable[[BaseException | None], None],
+        report_filling: Callable[[bool], None],
         name: str,
     ) -> None:
         self._collect, self._finish = weakref.WeakMethod(collect), weakref.WeakMethod(finish)
         self._room = weakref.WeakMethod(room)
         self._report = weakref.WeakMethod(report)
+        self._report_filling = weakref.WeakMethod(report_filling)
         self._name = name
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -164,6 +167,7 @@ class BackgroundThread:
 
     def _run(self) -> None:
         own_exploration_type()
+        self._call_report_filling(True)
         try:
             while self._may_collect() and (collect := self._collect()) is not None and self._call(collect):
                 del collect  # the caller may drop the collector
@@ -175,6 +179,7 @@ class BackgroundThread:
             log.error("%s has ended with an error, which the next call raises", self._name, exc_info=error)
             self._call_report(error)
         finally:
+            self._call_report_filling(False)
             with self._turn:
                 self._is_between, self._is_active = True, False
                 self._turn.notify_all()
@@ -220,6 +225,10 @@ class BackgroundThread:
     def _call_room(self) -> AwaitRoom | None:
         room = self._room()
         return None if room is None else room()
+
+    def _call_report_filling(self, begins: bool) -> None:
+        if (report := self._report_filling()) is not None:
+            report(begins)
 
     def _call_report(self, failure: BaseException | None) -> None:
         if (report := self._report()) is not None:
@@ -353,7 +362,12 @@ class BackgroundCollector:
         if self._background is None:
             name = f"the background thread of {type(self).__name__}"
             self._background = BackgroundThread(
-                self._collect_next, self._finish_batches, self._room_for_next, self._report_failure, name
+                self._collect_next,
+                self._finish_batches,
+                self._room_for_next,
+                self._report_failure,
+                self._report_filling,
+                name,
             )
         self._background.start()
 
@@ -434,6 +448,11 @@ class BackgroundCollector:
         """Tells the replay buffer of the error that has ended collecting, and None when it is raised."""
         if isinstance(self.replay_buffer, ReplayBuffer):
             self.replay_buffer.report_failure(failure)
+
+    def _report_filling(self, begins: bool) -> None:
+        """Tells the replay buffer that it is filled in the background from now on, or no more."""
+        if isinstance(self.replay_buffer, ReplayBuffer):
+            self.replay_buffer.report_filling(begins)
 
     def _finish_batches(self) -> None:
         """Waits for batches that were begun ahead."""

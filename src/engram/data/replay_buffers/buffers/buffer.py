@@ -868,6 +868,13 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             else:
                 vars(self)[name] = self._raise_failure
 
+    def report_filling(self, begins: bool) -> None:
+        """What fills the buffer in the background, as a collector after `start()`, begins, or has ended: when all have,
+        a `sample` that waits for rows, in a storage that no other process has open, raises RuntimeError, and a loop
+        over a queue ends.
+        """
+        self._parts.waits.count_filling(begins)
+
     def _raise_failure(self, *_: Any, **__: Any) -> NoReturn:
         failure = self._failure
         self.report_failure(None)
@@ -1290,7 +1297,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                 raise
             finally:
                 before.close()
-                self._parts.waits.failure = self._failure
+                self._parts.waits.failure, self._parts.waits.filling = self._failure, before.waits.filling
                 before.waits.successor = self._parts.waits
         return old
 

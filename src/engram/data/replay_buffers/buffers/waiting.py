@@ -51,6 +51,8 @@ class Waits:
         self.ended = ""
         #: What has ended who filled the buffer in the background; None: nothing.
         self.failure: BaseException | None = None
+        #: How many fill the buffer in the background; None: nobody ever did.
+        self.filling: int | None = None
         #: Those of the parts that have taken the place of these, where who waits here goes on; None: none have.
         self.successor: Waits | None = None
 
@@ -269,6 +271,14 @@ class Waits:
         )
 
     # ---- both ----
+    def count_filling(self, begins: bool) -> None:
+        """Somebody fills the buffer in the background from now on, or no more."""
+        self.filling = (self.filling or 0) + (1 if begins else -1)
+
+    def _has_ended_filling(self, lanes: Lanes) -> bool:
+        """Whether those who filled rows that processes share have ended, and nobody else has them open."""
+        return self.filling == 0 and lanes.locks is not None and not lanes.locks.is_open_elsewhere()
+
     def _limit(self) -> RateLimit | None:
         """The bound of the rows now. ValueError: this process was told another one than others keep."""
         flow = self.flow
@@ -290,9 +300,11 @@ class Waits:
             store.note_wait(inserts, int(1e9 * seconds), store.store_id != noted)  # another process may have made one
             noted = store.store_id
 
-        return Wait(
-            ready, lacks, lambda: hopeless(storage.lanes) if nobody_else(storage.lanes) else "", self.why_ended, note
-        )
+        def why_hopeless() -> str:
+            lanes = storage.lanes
+            return hopeless(lanes) if nobody_else(lanes) or (not inserts and self._has_ended_filling(lanes)) else ""
+
+        return Wait(ready, lacks, why_hopeless, self.why_ended, note)
 
     def why_ended(self) -> str:
         """Why waits end without what they waited for; "": they go on."""
@@ -348,8 +360,8 @@ class Waits:
 
     def _no_writer(self, lanes: Lanes) -> str:
         return (
-            "Nobody can write them: they would lie in memory of this process, which has no other thread (any more, "
-            "where a collector has ended). Write rows first: `rb.can_sample()` says when a batch can be drawn, and "
+            "Nobody can write them: what filled the buffer in the background has ended, or they would lie in memory of "
+            "this process, which has no other thread. Write rows first: `rb.can_sample()` says when a batch can be drawn, and "
             "`sample(timeout=...)` ends by itself"
         )
 

@@ -67,8 +67,9 @@ class QueueSampler(Sampler, built_in=True):
     The store remembers that it is a queue, whoever opens it, until `rb.end_queue()`. So that no row is overwritten
     before, each process that uses it names it: one function that makes the buffer, called by all.
 
-    `for batch in rb` ends where nobody can write any more, with the rest as a last, shorter batch: rows are in memory
-    of this process, and no other thread of it lives, such as a collector's.
+    `for batch in rb` ends where nobody can write any more, with the rest as a last, shorter batch: a collector in the
+    background has ended, or rows are in memory of this process, which has no other thread; and no other process has
+    them open.
 
     Args:
         max_staleness: rows that are older are passed and never handed out: those whose version, at `version_key`, is
