@@ -179,10 +179,11 @@ class Queue {
   std::optional<uint64_t> seek(const std::vector<uint64_t>& to, uint64_t owner) const {
     for (uint64_t l = 0; l < lanes_.count(); ++l)
       if (to[l] > lanes_.queue(l).waiting().end) return std::nullopt;
-    uint64_t gone = 0;
-    for (uint64_t l = 0; l < lanes_.count(); ++l) gone += lanes_.queue(l).seek(to[l]);
+    // First the session: of a `seek` that is killed in its middle those of the session before take nothing, as after a whole one.
     flow_.session_owner.store(owner);
     flow_.session.fetch_add(1);
+    uint64_t gone = 0;
+    for (uint64_t l = 0; l < lanes_.count(); ++l) gone += lanes_.queue(l).seek(to[l]);
     return gone;
   }
   // Rows that were handed out, and are kept until they are let go.

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from contracts.children import fork
 from contracts.waiting import NEVER, comes
+from crash import tracer
 from engram.data import LazyMemmapStorage, QueueSampler, ReplayBuffer
 from engram.store import positions
 
 ACTORS, BATCH, WRITTEN, BATCHES = 2, 8, 5, 4  # actors, rows of a batch and of an extend, batches between two saves
 LIVES, NUMBERS = 3 << 10, 1 << 10  # of actors, and rows that each life may write
 CAPACITY = 96
-TURN = 10  # a word of `Flow`
+TURN, SESSION = 10, 11  # words of `Flow`
 
 
 class Model:
@@ -379,6 +380,12 @@ def flow_at(memory: Any, word: int) -> int:
     return int.from_bytes(bytes(memory[248:256]), "little") + 8 * word
 
 
+def lane_flow_at(memory: Any) -> int:
+    """Where `LaneFlow` of the first lane lies."""
+    lanes, seams_at, seams_bytes = (int.from_bytes(bytes(memory[at : at + 8]), "little") for at in (152, 192, 200))
+    return seams_at + lanes * seams_bytes
+
+
 def stop_and_replace(world: World, jobs: list[Jobs], rounds: int) -> None:
     jobs.append(Jobs(world, learn_until_refused))
     (one,) = jobs
@@ -420,6 +427,41 @@ def test_a_learner_that_was_stopped_and_replaced_is_told_and_no_row_is_gone(
     tmp_path: Path, jobs: list[Jobs], rounds: int, lanes: int | None
 ) -> None:
     stop_and_replace(World(tmp_path, lanes), jobs, rounds)
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(not tracer.can_watch(), reason="stores are watched on x86-64 only")
+def test_a_seek_that_is_killed_brings_no_row_back_to_the_learner_of_before(tmp_path: Path) -> None:
+    world = World(tmp_path, None)
+    rb = world.open()
+    rb.seek(None)
+    rb.extend(torch.arange(4 * BATCH))
+    begin, store = rb.position(), rb.storage.lanes.store
+    memory, refused, at = store.memory(), 0, 0
+    cursors = lane_flow_at(memory)
+
+    def goes_back() -> None:
+        other = world.open()
+        mapped = other.storage.lanes.store.memory().ctypes.data
+        for slot, offset in enumerate((flow_at(memory, SESSION), cursors, cursors + 8)):
+            tracer.watch(slot, mapped + offset)
+        tracer.start()
+        other.seek(begin)
+
+    while True:
+        rb.seek(begin)
+        assert rb.sample().tolist() == list(range(BATCH))
+        rb.commit(rb.position())
+        at += 1
+        killed = tracer.run(goes_back, tmp_path, tracer.KILL, at, kinds=tracer.STORE).killed
+        try:
+            assert rb.sample().tolist() == list(range(BATCH, 2 * BATCH)), "a row comes again in one session"
+        except RuntimeError as error:
+            assert "has called seek() on this queue since" in str(error)
+            refused += 1
+        if not killed:
+            break
+    assert at > 3 and refused >= 2
 
 
 @pytest.mark.mutant
