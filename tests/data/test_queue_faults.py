@@ -199,3 +199,23 @@ def steps_of_time(n: int, first: int = 0) -> TensorDict:
     reward = t.reshape(n, 1)
     then = TensorDict({"obs": t + 1, "reward": reward, "done": off, "terminated": off.clone()}, [n])
     return TensorDict({"obs": t, "next": then}, [n])
+
+
+@pytest.mark.parametrize("kind", ["removed", "too old"])
+def test_a_full_queue_without_a_batch_is_an_error_and_a_loop_takes_what_is_there(kind: str) -> None:
+    sampler = QueueSampler(max_staleness=1, version_key="version")
+    rb = ReplayBuffer(storage=LazyTensorStorage(6), sampler=sampler, batch_size=4)
+    versions = torch.full((6,), 5)
+    if kind == "too old":
+        versions[1:4] = 0
+    rb.extend({"x": torch.arange(6), "version": versions})
+    if kind == "removed":
+        rb.remove(torch.arange(1, 4))
+    sampler.consumer_version = 5
+    with ThreadPoolExecutor(1) as threads:
+        writing = threads.submit(rb.extend, {"x": torch.arange(6, 10), "version": torch.full((4,), 5)}, timeout=60)
+        with pytest.raises(RuntimeError, match="The queue is full, and has no batch of 4"):
+            rb.sample()
+        batches = [batch["x"].tolist() for batch in itertools.islice(rb, 2)]
+        writing.result()
+    assert batches == [[0, 4, 5], [6, 7, 8, 9]]

@@ -445,23 +445,41 @@ class QueueWaits(Waits):
             if not ready():
                 raise RuntimeError(f"{self._lacks_rows(n)}; wait=False")
         else:
-            self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
+            for_rows = self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)
+            for_rows._replace(hopeless=lambda: for_rows.hopeless() or self._why_stuck(n))(deadline)
         if self.successor is not None:
             sampler.put_off()
             return self.successor.take_until(n, wait, deadline)
         return sampler.put_off
 
     def take_next(self, n: int) -> tuple[int, Callable[[], None] | None]:
-        try:
-            return super().take_next(n)
-        except HopelessError:
-            sampler = self._queue_sampler
-            if not sampler.take_ahead(self._storage, n, fewer=True):
-                raise EpochOverError from None
-            return sampler.taken_ahead, sampler.put_off
+        while True:
+            try:
+                return super().take_next(n)
+            except HopelessError:
+                sampler = self._queue_sampler
+                if sampler.take_ahead(self._storage, n, fewer=True):
+                    return sampler.taken_ahead, sampler.put_off
+                if nobody_else(self._storage.lanes):
+                    raise EpochOverError from None
 
     def can_take(self, n: int) -> bool:
         return True  # as the sampler says
+
+    def _why_stuck(self, n: int) -> str:
+        """Why neither who samples goes on nor who writes; "": they do."""
+        queue = self._storage.lanes.queue
+        if queue is None or queue.overwrites:
+            return ""
+        before = queue.consumed
+        if queue.total_room or queue.removed_next or self._queue_sampler.can_sample(self._storage, n):
+            return ""
+        if queue.total_room or queue.consumed != before:  # somebody takes rows, who makes room
+            return ""
+        return (
+            f"The queue is full, and has no batch of {n:,} rows: behind rows that wait are others that were removed, "
+            "or are too old, and keep their places until those are taken. Sample fewer, or make the storage larger"
+        )
 
     def _limit(self) -> RateLimit | None:
         return None
