@@ -59,8 +59,9 @@ class Queue {
 
   // ---- settings, by who has the store to itself or keeps others out that would change them ----
   void begin(bool overwrites, bool commits) const {
+    const bool was_one = flow_.in_use.load(std::memory_order_relaxed) & kIsQueue;  // and somebody has ended it
     if (!lanes_.is_queue())
-      for (uint64_t l = 0; l < lanes_.count(); ++l) lanes_.queue(l).begin();
+      for (uint64_t l = 0; l < lanes_.count(); ++l) lanes_.queue(l).begin(was_one);
     flow_.in_use.fetch_or(kIsQueue, std::memory_order_relaxed);
     flow_.mode.store(FlowMode::kQueue | (overwrites ? FlowMode::kOverwrites : 0) | (commits ? FlowMode::kCommits : 0),
                      std::memory_order_release);

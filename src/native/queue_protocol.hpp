@@ -58,9 +58,10 @@ struct QueueProtocol {
     return first > to ? first - to : 0;
   }
   // From here on rows wait: all that are there, but for those that were handed out where the rows were saved. Those that were
-  // overwritten before count as missed.
-  void begin() const {
-    Memory::store(consumed, std::max(Memory::load(consumed), Memory::load(rows.base) * rows.envs));
+  // overwritten before count as missed, unless they were `known` to be no queue's.
+  void begin(bool known = false) const {
+    const uint64_t from = known ? rows.look().first : Memory::load(rows.base);
+    Memory::store(consumed, std::max(Memory::load(consumed), from * rows.envs));
     Memory::store(kept, std::max(Memory::load(kept), rows.look().first * rows.envs));
   }
   // What was handed out is forgotten.

@@ -324,9 +324,10 @@ class BatchWriter:
         """As `_append`, where the queue had no room for all of them: a part at a time."""
         steps, done, envs = full.steps, full.done, math.prod(self._storage.env_shape)
         slots, what = [self._written_of(full)], "add" if single else "extend"
+        incarnation = self._storage.access.incarnation
         while done < steps:
             written[0] = done
-            n = self._waits.await_place(deadline, what, done, steps)
+            n = self._waits.await_place(deadline, what, done, steps, incarnation)
             part = items if single else part_of(items, time_dim, done, done + n)
             own = None if priorities is None else priorities[done * envs : (done + n) * envs]
             try:

@@ -200,14 +200,17 @@ class Waits:
         setting = setting_of(self._storage.lanes)
         return setting is not None and not setting.overwrites
 
-    def await_place(self, deadline: float | None, what: str, done: int, steps: int) -> int:
+    def await_place(self, deadline: float | None, what: str, done: int, steps: int, incarnation: Any) -> int:
         """Waits until a lane of the queue has room for a part of what is left of so many time steps; returns for how
         many.
+
+        Args:
+            incarnation: of the storage when the first of them were written.
 
         Raises:
             TimeoutError: none has until then. RuntimeError: none ever will, or all rows were replaced meanwhile.
         """
-        incarnation, found = self._storage.access.incarnation, 0
+        found = 0
 
         def room() -> int:
             if self._storage.access.incarnation != incarnation:
@@ -275,9 +278,12 @@ class Waits:
         """Somebody fills the buffer in the background from now on, or no more."""
         self.filling = (self.filling or 0) + (1 if begins else -1)
 
-    def _has_ended_filling(self, lanes: Lanes) -> bool:
-        """Whether those who filled rows that processes share have ended, and nobody else has them open."""
-        return self.filling == 0 and lanes.locks is not None and not lanes.locks.is_open_elsewhere()
+    def _nobody_writes(self, lanes: Lanes) -> bool:
+        """Whether nobody can write rows any more: as `nobody_else`, and those who filled rows that processes share have
+        ended, and nobody else has them open.
+        """
+        has_ended = self.filling == 0 and lanes.locks is not None and not lanes.locks.is_open_elsewhere()
+        return has_ended or nobody_else(lanes)
 
     def _limit(self) -> RateLimit | None:
         """The bound of the rows now. ValueError: this process was told another one than others keep."""
@@ -302,7 +308,7 @@ class Waits:
 
         def why_hopeless() -> str:
             lanes = storage.lanes
-            return hopeless(lanes) if nobody_else(lanes) or (not inserts and self._has_ended_filling(lanes)) else ""
+            return hopeless(lanes) if (nobody_else if inserts else self._nobody_writes)(lanes) else ""
 
         return Wait(ready, lacks, why_hopeless, self.why_ended, note)
 
@@ -361,8 +367,8 @@ class Waits:
     def _no_writer(self, lanes: Lanes) -> str:
         return (
             "Nobody can write them: what filled the buffer in the background has ended, or they would lie in memory of "
-            "this process, which has no other thread. Write rows first: `rb.can_sample()` says when a batch can be drawn, and "
-            "`sample(timeout=...)` ends by itself"
+            "this process, which has no other thread. Write rows first: `rb.can_sample()` says when a batch can be "
+            "drawn, and `sample(timeout=...)` ends by itself"
         )
 
     def _no_sampler(self, lanes: Lanes) -> str:
@@ -460,7 +466,7 @@ class QueueWaits(Waits):
                 sampler = self._queue_sampler
                 if sampler.take_ahead(self._storage, n, fewer=True):
                     return sampler.taken_ahead, sampler.put_off
-                if nobody_else(self._storage.lanes):
+                if self._nobody_writes(self._storage.lanes):
                     raise EpochOverError from None
 
     def can_take(self, n: int) -> bool:
@@ -489,6 +495,11 @@ class QueueWaits(Waits):
         queue = lanes.queue
         waiting, kept = (0, 0) if queue is None else (queue.waiting, queue.kept_rows)
         left = max(1, n - waiting)
+        if waiting >= n:
+            return (
+                f"sample waits for rows that are not too old: {waiting:,} wait, of which fewer than {n:,} are not"
+                f"{writers_shown(lanes)}"
+            )
         uncommitted = f"; {kept:,} of {lanes.capacity:,} wait for commit()" if kept else ""
         return f"sample waits for {_rows(left)}: {waiting:,} of {n:,} are there{uncommitted}{writers_shown(lanes)}"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import engram._native as _native
-from engram._checks import count_or_none
+from engram._checks import count_or_none, is_integer
 from engram.data.replay_buffers.samplers.base import Sampler, WorkerShare
 from engram.data.replay_buffers.samplers.draw import Draw, DrawnSequences, DrawPlan, Index
 from engram.data.replay_buffers.storages.single_steps import read_leaves
@@ -143,6 +143,8 @@ class QueueSampler(Sampler, built_in=True):
 
     @consumer_version.setter
     def consumer_version(self, version: int) -> None:
+        if not is_integer(version, 0):
+            raise ValueError(f"the version of a policy is an integer of 0 or more, got {version!r:.80}")
         self._queue().consumer_version = int(version)
 
     def _queue(self) -> _native.StoreQueue:
