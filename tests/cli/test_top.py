@@ -23,7 +23,7 @@ from contracts.children import Child
 from engram.cli import Activity, activity, info, top
 from engram.cli.main import command
 from engram.cli.tables import activity_lines
-from engram.data import LazyMemmapStorage, ReplayBuffer, SampleToInsertRatio
+from engram.data import LazyMemmapStorage, QueueSampler, ReplayBuffer, SampleToInsertRatio
 from engram.store.header import StoreFile
 from engram.store.observed import ObservedRows
 
@@ -260,3 +260,19 @@ def test_a_rate_limiter_is_shown_with_what_was_drawn_and_waited(tmp_path):
     assert any(f"rate limiter {said}" in note for note in info(tmp_path).notes)
     rb.rate_limiter = None
     assert next(looks(tmp_path))[0].rate is None
+
+
+def test_a_queue_is_shown_with_what_waits_and_is_not_committed(tmp_path):
+    sampler = QueueSampler(commit="manual")
+    rb = ReplayBuffer(storage=LazyMemmapStorage(100, scratch_dir=tmp_path), batch_size=4, sampler=sampler)
+    rb.extend(torch.arange(10))
+    rb.seek(None)
+    rb.sample()
+    [now] = next(looks(tmp_path))
+    assert now.queue[:5] == ("QueueSampler(full='wait', commit='manual')", 6, 4, 90, 0) and now.rate is None
+    assert json.loads(json.dumps(now.to_json()))["queue"]["waiting"] == 6
+    said = "commit='manual'): 6 rows wait, 4 are not committed, room for 90 more; waited"
+    assert any(said in line for line in activity_lines([now]))
+    assert any(said in note for note in info(tmp_path).notes)
+    rb.end_queue()
+    assert next(looks(tmp_path))[0].queue is None

@@ -18,7 +18,7 @@ import engram.data
 from clients.trainings import sb3 as trainings
 from engram.compat import transitions
 from engram.compat.sb3 import NStepReplayBuffer, ReplayBuffer
-from engram.data import Compact, LazyMemmapStorage, MinSize, SliceSampler
+from engram.data import Compact, LazyMemmapStorage, MinSize, QueueSampler, SliceSampler
 from engram.kernel.replay import read_n_steps
 
 TRAININGS = {"dqn_cartpole": 2000, "sac_pendulum": 300, "td3_dict_in_four_environments": 1200}
@@ -509,4 +509,14 @@ def test_samples_are_refused_where_the_rows_have_a_rate_limiter():
     with pytest.raises(RuntimeError, match=r"rate limiter, MinSize\(4\).*`rows\.buffer\.rate_limiter = None`"):
         buffer.sample(4)
     buffer.rows.buffer.rate_limiter = None
+    assert len(buffer.sample(4).rewards) == 4
+
+
+def test_samples_are_refused_where_the_rows_are_a_queue():
+    buffer = ReplayBuffer(20, BOX, ACTIONS["box"], "cpu")
+    fill([buffer], BOX, ACTIONS["box"], steps=8, n_envs=1)
+    buffer.rows.buffer.set_sampler(QueueSampler())
+    with pytest.raises(RuntimeError, match=r"the store is a queue.*`rows\.buffer\.end_queue\(\)`"):
+        buffer.sample(4)
+    buffer.rows.buffer.end_queue()
     assert len(buffer.sample(4).rewards) == 4
