@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 import engram
 from contracts.children import fork
 from contracts.each import each
-from contracts.removed_rows import chosen, filled, numbers, places
+from contracts.removed_rows import BATCH, CAPACITY, READINGS, chosen, filled, numbers, places, remove_chosen
 from contracts.waiting import NEVER, comes, seems_alone
 from contracts.ways_to_write import WRITES, rows
 from engram.data import (
@@ -184,6 +184,21 @@ def test_a_queue_in_any_storage_gives_each_row_once_and_no_removed_one(place, tm
         seen += sorted(numbers(rb.sample(each_time)))
     assert len(seen) == len(set(seen)) and set(seen) <= everything - gone
     assert len(everything - gone) - len(seen) < each_time
+
+
+@each("reading", [name for name in READINGS if "prefetch" not in name and name not in ("iteration", "dataset")])
+def test_each_way_to_read_a_queue_gives_each_row_once_and_no_removed_one(reading, tmp_path):
+    how = READINGS[reading]
+    storage = LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / reading)
+    sampler = QueueSampler(full="overwrite")
+    rb = filled(storage, front=TensorDictReplayBuffer, sampler=sampler, **how.arguments)
+    gone, left = remove_chosen(rb)
+    seen = []
+    while rb.can_sample():
+        for batch in how.batches(rb):
+            seen += sorted(numbers(batch))
+    assert len(seen) == len(set(seen)) and set(seen) <= left and len(left) - len(seen) < BATCH and gone
+    rb.shutdown()
 
 
 def test_a_batch_carries_what_others_carry(tmp_path):
