@@ -19,6 +19,7 @@ from contracts.pairwise import pairwise_product
 from contracts.reused_memory import ReusingTensors
 from contracts.super_children import FIRST_KEYS, Parts, assert_same, child_of, layered_child_of, overridable, steps
 from contracts.tiers import in_ci, in_quick
+from contracts.waiting import seems_alone
 from engram import transforms
 from engram.collectors import SyncDataCollector
 from engram.data import (
@@ -87,6 +88,13 @@ STORAGES = {
     "lazy stacks": Kind(LazyStackStorage, lambda cls, program: cls(40)),
     "compressed": Kind(CompressedListStorage, lambda cls, program: cls(40)),
 }
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue without rows is an error, whatever threads other tests have left."""
+    seems_alone(monkeypatch)
+
 
 #: Those in which a writer that keeps the best may replace rows.
 PLAIN = ["memory", "temporary file", "file", "tensors", "room", "list", "lazy stacks", "compressed"]
