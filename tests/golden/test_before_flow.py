@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engram import _native
-from engram.data import LazyMemmapStorage, LazyTensorStorage, ReplayBuffer
+from engram.data import LazyMemmapStorage, LazyTensorStorage, MinSize, QueueSampler, ReplayBuffer
 from engram.errors import StorageError
 from engram.store.header import FILE_NAME
 from golden.make import DATA, REMOVED_STORE, STORE
@@ -32,7 +32,12 @@ def test_a_store_from_before_is_read_and_written_and_its_rows_cannot_be_removed(
     rb = ReplayBuffer.open(folder)
     with pytest.raises(StorageError, match=r"by an engram that removed no rows.*engram convert.*Nothing was removed"):
         rb.remove(0)
-    assert rb.stats().removed == 0
+    with pytest.raises(StorageError, match=r"by an engram that had no rate limiter: `engram convert`"):
+        rb.rate_limiter = MinSize(2)
+    with pytest.raises(StorageError, match=r"by an engram whose stores were no queues: `engram convert`"):
+        rb.set_sampler(QueueSampler())
+    assert rb.stats().removed == 0 and rb.stats().waiting is None and not rb.fills_up
+    rb.note_policy_version(1)
     rb.extend(steps(100, 5).select("obs", "action", "next"))
     assert len(rb.sample(30)) == 30 and len(rb) > 8
     rb.storage.close()
