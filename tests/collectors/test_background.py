@@ -587,7 +587,7 @@ class Calls:
 
     def __init__(self):
         self.thread = background.BackgroundThread(
-            self.collect, self.finish, self.room, self.report, "the thread of this test"
+            self.collect, self.finish, self.room, self.report, self.report_filling, "the thread of this test"
         )
         self.begun, self.is_inside, self.is_over = threading.Event(), False, False
 
@@ -605,6 +605,9 @@ class Calls:
         return None
 
     def report(self, failure):
+        pass
+
+    def report_filling(self, begins):
         pass
 
 

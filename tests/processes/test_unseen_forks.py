@@ -432,8 +432,12 @@ def test_a_thread_in_the_background_is_that_of_the_parent(fork):
         def report(self, error):
             pass
 
+        def report_filling(self, begins):
+            pass
+
     work = Work()
-    thread = BackgroundThread(work.collect, work.finish, work.room, work.report, "the thread of this test")
+    parts = work.collect, work.finish, work.room, work.report, work.report_filling
+    thread = BackgroundThread(*parts, "the thread of this test")
     thread.start()
     inside.wait()
 
