@@ -401,6 +401,12 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
     scan.dropped = had;
     return scan;
   }
+  // The rows of a queue that were flushed may all have been replaced since by rows that were not, but for some that nobody wants any
+  // more. The numbers of the others are given to no rows: the position of a model names them.
+  if (store.lanes.is_queue() && to + 1 < durable) {
+    scan.dropped = had;
+    return scan;
+  }
   for (uint64_t w = to + 1 - std::min({ahead, to + 1 - from, to + 1}); ahead > 0 && w <= to; ++w) scan.newest_terms.push_back(term[w % capacity]);
   scan.base = from, scan.published = to + 1;
   // A new term means a new writer. Other seams are in the rows' trailers.
