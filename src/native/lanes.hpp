@@ -338,6 +338,11 @@ class Lanes {
     if (next > end) lane.consumed.store(end);
     if (lane.kept.load() > end) lane.kept.store(end);
   }
+  // Those that a power cut ended. The count of writers may be older than their numbers on the disk, and give these to others.
+  void forget_consumers() const {
+    if (!flow_) return;
+    flow_->consumer_turn.store(0), flow_->session_owner.store(0);
+  }
   // Finishes an `empty` that was killed, and empties lanes that a killed `loads` left half filled.
   void repair() const {
     const bool interrupted = header_->incarnation.load() % 2 == 1;

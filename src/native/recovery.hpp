@@ -470,6 +470,7 @@ inline uint64_t recover(Store& store) {
     restore_lane(store, l, scans[l]), dropped += scans[l].dropped;
     store.lanes.limit_cursors(l);
   }
+  store.lanes.forget_consumers();
   store.lanes.count_anew();  // the page of the counts may be older or newer than the rows
   return dropped;
 }

@@ -6,6 +6,7 @@ what is written then comes, too.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from contracts.children import Signal, fork
 from crash import sessions, tracer
+from crash.test_queue_lines import TURN, flow_at
 from engram.data import LazyMemmapStorage, QueueSampler, ReplayBuffer
 from engram.store import files as recovery
 from engram.store import places
@@ -100,3 +103,34 @@ def test_rows_in_the_places_of_trained_ones_are_lost_and_their_numbers_are_given
     rb.extend(rows([8, 9], BY_HAND["width"]))  # an actor that is there before the learner
     assert rb.seek(position) == 0
     assert drained(rb) == [8, 9]
+
+
+@pytest.mark.quick
+def test_a_consumer_of_before_the_power_cut_is_none_whose_number_another_process_has_now(
+    ram_path: Path, trained: tuple[ReplayBuffer, dict[str, Any]]
+) -> None:
+    rb, _ = trained
+    rb.extend(rows([4], BY_HAND["width"]))
+    image = bytearray((ram_path / "store" / "rows.engram").read_bytes())
+    memory, queue = rb.storage.lanes.store.memory(), rb.storage.lanes.queue
+    image[WRITERS : WRITERS + 8] = bytes(8)
+    turn = flow_at(memory, TURN)
+    image[turn : turn + 8] = queue.session_owner.to_bytes(8, "little")
+    folder = image_of(ram_path, image)
+    begun, ends = Signal(), Signal()
+
+    def acts() -> None:
+        sessions._set_boot(1)
+        other = opened(folder, BY_HAND)
+        other.extend(rows([5], BY_HAND["width"]))
+        begun.send()
+        ends.wait()
+
+    first = opened(folder, BY_HAND)
+    pid = fork(acts)
+    begun.wait()
+    with pytest.raises(RuntimeError, match="is told first which rows the model has"):
+        first.sample(1)
+    assert first.seek(None) == 0 and drained(first) == [4, 5]
+    ends.send()
+    assert os.waitpid(pid, 0)[1] == 0
