@@ -327,14 +327,15 @@ class Lanes {
     for (uint64_t i = 0; i < n; ++i)
       if (const uint64_t w = at(i); w >= base && w < published) lane.mark_seams(w, 1, true);
   }
-  // No row was handed out that is not there: of a queue, after rows were lost, or by a page of a damaged disk. Rows that were lost
-  // before they were handed out count as missed.
+  // No row was handed out that is not there: after rows were lost, or by a page of a damaged disk; also where the disk does not say
+  // yet that the store is a queue. Rows that were lost before they were handed out count as missed, where no `seek` counts them.
   void limit_cursors(uint64_t l) const {
-    if (!flow_ || !is_queue()) return;
+    if (!flow_) return;
     const uint64_t first = lanes_[l].base.load() * envs(), end = lanes_[l].published.load() * envs();
     LaneFlow& lane = lane_flows_[l];
     const uint64_t next = lane.consumed.load();
-    if (next < first) flow_->missed.fetch_add(first - next), lane.consumed.store(first);
+    if (next < first && is_queue() && !(flow_mode() & FlowMode::kCommits))
+      flow_->missed.fetch_add(first - next), lane.consumed.store(first);
     if (next > end) lane.consumed.store(end);
     if (lane.kept.load() > end) lane.kept.store(end);
   }

@@ -134,3 +134,20 @@ def test_a_consumer_of_before_the_power_cut_is_none_whose_number_another_process
     assert first.seek(None) == 0 and drained(first) == [4, 5]
     ends.send()
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.quick
+def test_what_is_written_comes_where_the_disk_did_not_know_the_queue_yet_whose_rows_are_lost(ram_path: Path) -> None:
+    shape = {"lanes": 1, "capacity": 24, "width": 40, "commit": "auto"}
+    sessions._set_boot(0)
+    rb = opened(ram_path / "store", shape)
+    rb.extend(rows(range(4), shape["width"]))
+    assert ids(rb.sample(4)) == [0, 1, 2, 3]
+    store, image = rb.storage.lanes.store, bytearray((ram_path / "store" / "rows.engram").read_bytes())
+    mode = flow_at(store.memory(), MODE)
+    image[mode : mode + 8] = bytes(8)
+    lost = store.rows_offset + store.row_stride
+    image[lost : lost + 3 * store.row_stride] = bytes(3 * store.row_stride)
+    rb = opened(image_of(ram_path, image), shape)
+    rb.extend(rows([4, 5, 6], shape["width"]))
+    assert drained(rb) == [4, 5, 6]
