@@ -183,9 +183,13 @@ class Queue {
     // First the session: of a `seek` that is killed in its middle those of the session before take nothing, as after a whole one.
     flow_.session_owner.store(owner);
     flow_.session.fetch_add(1);
-    uint64_t gone = 0;
-    for (uint64_t l = 0; l < lanes_.count(); ++l) gone += lanes_.queue(l).seek(to[l]);
-    return gone;
+    uint64_t replaced = 0, lost = 0;
+    for (uint64_t l = 0; l < lanes_.count(); ++l) {
+      const auto sought = lanes_.queue(l).seek(to[l]);
+      replaced += sought.replaced, lost += sought.lost;
+    }
+    count(lost, 0);
+    return replaced;
   }
   // Rows that were handed out, and are kept until they are let go.
   uint64_t kept_rows() const {

@@ -47,15 +47,19 @@ struct QueueProtocol {
     const uint64_t up_to = std::min(to, Memory::load(consumed));
     if (up_to > Memory::load(kept)) Memory::release(kept, up_to, Order::kCopiesBeforeKept);
   }
-  // Rows from `to` on are handed out next, once more where they were; what of them is still there stays until it is let go. Returns
-  // how many of those that come again are gone.
-  uint64_t seek(uint64_t to) const {
-    const uint64_t first = rows.look().first * rows.envs;
-    const uint64_t kept_now = Memory::load(kept);
+  // Rows from `to` on are handed out next, once more where they were; what of them is still there stays until it is let go.
+  // `replaced`: how many of those that come again are gone, as others took their places; `lost`: and how many that nobody was to
+  // replace, by a power cut before they were flushed.
+  struct Sought {
+    uint64_t replaced = 0, lost = 0;
+  };
+  Sought seek(uint64_t to) const {
+    const uint64_t first = rows.look().first * rows.envs, base = Memory::load(rows.base) * rows.envs;
+    const uint64_t kept_now = Memory::load(kept), lost = to < kept_now || base < to ? 0 : base - to;
     // A writer that sees this value, and never saw the one before, must see the copies of rows below it, too.
     if (to < kept_now) Memory::release(kept, std::max(to, std::min(first, kept_now)), Order::kCopiesBeforeKept);
-    Memory::store(consumed, to);
-    return first > to ? first - to : 0;
+    Memory::store(consumed, to + lost);
+    return {first > to + lost ? first - to - lost : 0, lost};
   }
   // From here on rows wait: all that are there, but for those that were handed out where the rows were saved. Those that were
   // overwritten before count as missed, unless they were `known` to be no queue's.

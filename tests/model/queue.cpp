@@ -188,7 +188,7 @@ struct Consume : rl::test_suite<Consume<kCapacity, kEnvs, kPiece, kExtends, kTak
       if (to < Memory::load(kept)) Memory::store(kept, to);
       Memory::store(consumed, to);
     } else {
-      real.consumed += q.seek(to);
+      real.consumed += q.seek(to).replaced;
     }
     seeks.store(real.seeks, rl::mo_release, seeks.here());
   }
@@ -213,7 +213,7 @@ struct Consume : rl::test_suite<Consume<kCapacity, kEnvs, kPiece, kExtends, kTak
   }
   Model load_model(unsigned i) {
     const Turns turns = begin_consuming(i);
-    const uint64_t gone = queue().seek(saved.position);
+    const uint64_t gone = queue().seek(saved.position).replaced;
     RL_ASSERT(gone == 0);
     end_consuming(turns);
     return saved;
