@@ -543,7 +543,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
 
         Returns:
             how many of the rows that come again are gone, as writers have taken their places: 0 behind what was
-            committed.
+            committed. Rows that a power cut lost, before they were flushed, count as `missed`.
 
         Raises:
             TypeError, ValueError: it is no position of this store; the message says what to do.
