@@ -72,6 +72,8 @@ void bind_queue(nb::module_& m) {
         if (q.has(FlowMode::kQueue) && !has_queue_room(q.looked().lanes, l, n, false)) raise_queue_full(0, n, nb::none());
       }, "lane"_a, "n"_a)
       .def("note_writer_waits", [](const StoreQueue& q) { q.changed().note_writer_waits(); })
+      .def("note_reader_waits", [](const StoreQueue& q) { q.changed().note_reader_waits(); })
+      .def_prop_ro("some_reader_waits", [](const StoreQueue& q) { return q.queue().some_reader_waits(); })
       .def_prop_ro("some_writer_waits", [](const StoreQueue& q) { return q.queue().some_writer_waits(); })
       // ---- consumers ----
       .def_prop_ro("waiting", [](const StoreQueue& q) { return q.queue().waiting(); })

@@ -130,6 +130,7 @@ struct Flow {
   Counter insert_waits, insert_waited_ns, sample_waits, sample_waited_ns;  // how often users of the store waited, and how long
   Counter missed, stale;   // rows of a queue that were overwritten before they were handed out, and that were too old
   Counter writer_waits;    // when somebody last found no room in a queue, ns since 1970
+  Counter reader_waits;    // when somebody last found no batch in it
   Counter era;             // another number when all rows were replaced by others; a power cut, which loses some, leaves it
 };
 // Who waits for whom: a bound on draws and writes (rate_limit.hpp), or a queue (queue.hpp).
@@ -138,7 +139,7 @@ struct FlowMode {
   static constexpr uint64_t kQueue = 4, kOverwrites = 8, kCommits = 16;  // a queue; full, it is overwritten; rows go by `commit`
 };
 constexpr uint64_t kCountsAnew = uint64_t{1} << 63;
-static_assert(sizeof(Flow) == 168 && sizeof(Flow) <= kReservedBytes);
+static_assert(sizeof(Flow) == 176 && sizeof(Flow) <= kReservedBytes);
 
 inline uint64_t flow_offset(const StoreGeometry& s) { return s.seams_offset + s.lanes * s.seams_bytes; }
 // Of one lane in one plane; 0 where rows are kept elsewhere, as their seams are.

@@ -39,10 +39,10 @@ class Queue {
   // ---- writers ----
   // Says that a writer waits, so that those that do not let it go first.
   void note_writer_waits() const { flow_.writer_waits.store(now(), std::memory_order_relaxed); }
-  bool some_writer_waits() const {
-    const uint64_t at = flow_.writer_waits.load(std::memory_order_relaxed);
-    return at && now() - at < kWaitsShown;
-  }
+  bool some_writer_waits() const { return is_now(flow_.writer_waits); }
+  // Says that somebody waits for a batch, so that those who would wait for more room write what there is room for.
+  void note_reader_waits() const { flow_.reader_waits.store(now(), std::memory_order_relaxed); }
+  bool some_reader_waits() const { return is_now(flow_.reader_waits); }
   // The most time steps that a lane takes.
   uint64_t room() const {
     uint64_t most = 0;
@@ -185,10 +185,12 @@ class Queue {
     flow_.session.fetch_add(1);
     uint64_t replaced = 0, lost = 0;
     for (uint64_t l = 0; l < lanes_.count(); ++l) {
-      const auto sought = lanes_.queue(l).seek(to[l]);
+      const auto lane = lanes_.queue(l);
+      const auto sought = lane.seek(to[l]);
       replaced += sought.replaced, lost += sought.lost;
+      if (sought.replaced) lane.hand_out(lane.waiting().from, false);  // who seeks is told, and nobody else
     }
-    count(lost, 0);
+    count(replaced + lost, 0);
     return replaced;
   }
   // Rows that were handed out, and are kept until they are let go.
@@ -207,6 +209,10 @@ class Queue {
   }
 
  private:
+  static bool is_now(const Counter& at) {
+    const uint64_t then = at.load(std::memory_order_relaxed);
+    return then && now() - then < kWaitsShown;
+  }
   static uint64_t now() {
     timespec at{};
     ::clock_gettime(CLOCK_REALTIME, &at);

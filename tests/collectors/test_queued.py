@@ -118,6 +118,29 @@ def test_a_collector_in_the_foreground_is_told_that_nobody_takes_rows():
     assert rb.write_count == 24
 
 
+@pytest.mark.parametrize(("capacity", "batch", "frames"), [(20, 20, 6), (24, 12, 40), (25, 13, 20)])
+def test_a_learner_and_a_collector_that_wait_for_each_other_go_on_where_the_queue_is_small(capacity, batch, frames):
+    """A rest that is less than a batch, and a batch of the collector, do not fit together."""
+    rb = queued(LazyTensorStorage(capacity), batch_size=batch)
+    collector = collecting(rb, frames, 240)
+    collector.start()
+    seen = [row for rows in rb for row in rows["observation"][:, 0].tolist()]
+    assert seen == list(range(1000, 1000 - len(seen), -1)) and len(seen) >= 240
+    collector.shutdown()
+
+
+def test_a_loop_ends_with_the_collector_whatever_other_threads_do():
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, daemon=True)
+    thread.start()
+    rb = queued(LazyTensorStorage(40))
+    collector = collecting(rb, 5, 40)
+    collector.start()
+    assert sum(len(batch) for batch in rb) == 40
+    over.set()
+    collector.shutdown()
+
+
 def test_a_sample_that_waits_is_told_that_the_collector_has_all_its_frames():
     rb = queued(LazyTensorStorage(20, shared=True))
     collector = collecting(rb, 5, 15)

@@ -419,6 +419,16 @@ def test_max_staleness_needs_versions_and_says_how_to_get_them():
         rb.sample()
 
 
+def test_a_version_that_is_said_before_there_are_rows_holds_when_they_come():
+    rb = queue(front=TensorDictReplayBuffer, batch_size=2, max_staleness=2)
+    rb.note_policy_version(5)
+    rb.extend(versioned([0, 3, 4, 2]))
+    assert rb.sampler.consumer_version == 5 and rb.sample()["x"].tolist() == [1, 2] and rb.stats().stale == 1
+    assert rb.stats().versions == (2, 5)
+    with pytest.raises(ValueError, match="an integer of 0 or more, got 1.5"):
+        rb.sampler.consumer_version = 1.5
+
+
 def test_the_version_that_trains_is_the_stores(tmp_path):
     storage = LazyMemmapStorage(20, scratch_dir=tmp_path, shared_init=True, existsok=True)
     rb = queue(storage=storage, front=TensorDictReplayBuffer, max_staleness=1)

@@ -683,7 +683,9 @@ class Turns:
         return True
 
     def warn_of_second_writer(self, lane: int) -> None:
-        """Warns where another process that lives has written to the lane."""
+        """Warns where another process that lives has written to the lane; not of a queue, which has no slices."""
+        if self._store.can_remove and _native.StoreQueue(self._store).is_one:
+            return
         last = self._store.last_writer(lane)
         if not last or last == self._store.writer or not self._locks.is_writer_alive(last >> _native.PID_BITS):
             return

@@ -384,7 +384,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
 
         With a transform that holds steps back: int64 [n], the indices of what was written.
 
-        With a rate limiter it waits while those who sample are too far behind.
+        With a rate limiter it waits while those who sample are too far behind, and in a queue (`QueueSampler`) while
+        there is no room for it.
 
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
@@ -420,13 +421,15 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         Args:
             update_priority: if False, priorities that come with the data are stored, and the steps get the priority
                 of new ones all the same.
-            timeout: seconds to wait, with a rate limiter, while those who sample are too far behind; None: any time.
+            timeout: seconds to wait, with a rate limiter, while those who sample are too far behind, and in a queue for
+                room; None: any time.
 
         Raises:
             ValueError, TypeError: the batch does not fit the storage; the message names the leaf. Nothing is changed.
             RuntimeError: the items of a list do not stack; the message names the item. Or it would wait, and nobody can
                 sample.
-            TimeoutError: those who sample were too far behind until then. Nothing is changed.
+            TimeoutError: those who sample were too far behind until then. Nothing is changed; but of a queue, which
+                takes a batch in parts, the message says how many of the first steps were written.
         """
         if others:
             raise _several_given("extend", 1 + len(others))
@@ -488,9 +491,10 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         """Says which version of the policy trains from now on, to all who take rows of a queue (`max_staleness`);
         elsewhere nothing. Collectors call it when they get new weights; `rb.sampler.consumer_version` is the same.
         """
-        lanes = self._storage.lanes
-        if lanes.queue is not None and lanes.queue.is_one:
-            lanes.queue.consumer_version = version
+        if isinstance(self._sampler, QueueSampler):
+            self._sampler.consumer_version = version
+        elif (queue := self._storage.lanes.queue) is not None and queue.is_one:
+            queue.consumer_version = version
 
     # ---- a queue whose rows are trained once ----
     def position(self, info: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -694,8 +698,9 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         plain batches, as `reuse_batches` has them, no tensor is made on the way. The info stays as it is.
 
         Args:
-            wait: for rows that others write. None: with a rate limiter until it lets them be drawn; True: also without
-                one, until there is a batch (`can_sample`); False: never.
+            wait: for rows that others write. None: with a rate limiter until it lets them be drawn, and in a queue
+                (`QueueSampler`) until there is a batch; True: also without one, until there is a batch (`can_sample`);
+                False: never.
             timeout: seconds to wait, at most; None: any time. Given, it waits as for True.
 
         Raises:

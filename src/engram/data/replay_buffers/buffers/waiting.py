@@ -190,7 +190,11 @@ class Waits:
         if not rows or not self.fills_up():
             return True
         steps = self._steps_of(rows, lanes)
-        return self._steps_of_room(lanes) >= steps or (self._pass_removed() and self._steps_of_room(lanes) >= steps)
+        if self._steps_of_room(lanes) >= steps or (self._pass_removed() and self._steps_of_room(lanes) >= steps):
+            return True
+        # Else a batch that is waited for, and rows for which there is not room enough, would wait for each other.
+        queue = lanes.queue
+        return queue is not None and queue.some_reader_waits and self._steps_of_room(lanes) > 0
 
     # ---- a queue, whose writers wait where it is full ----
     def fills_up(self) -> bool:
@@ -279,10 +283,10 @@ class Waits:
         self.filling = (self.filling or 0) + (1 if begins else -1)
 
     def _nobody_writes(self, lanes: Lanes) -> bool:
-        """Whether nobody can write rows any more: as `nobody_else`, and those who filled rows that processes share have
-        ended, and nobody else has them open.
+        """Whether nobody can write rows any more: as `nobody_else`; or those who filled the buffer in the background
+        have ended, and no other process has the rows open.
         """
-        has_ended = self.filling == 0 and lanes.locks is not None and not lanes.locks.is_open_elsewhere()
+        has_ended = self.filling == 0 and (lanes.locks is None or not lanes.locks.is_open_elsewhere())
         return has_ended or nobody_else(lanes)
 
     def _limit(self) -> RateLimit | None:
@@ -372,10 +376,12 @@ class Waits:
         )
 
     def _no_sampler(self, lanes: Lanes) -> str:
+        more = "give the rate limiter a larger error_buffer, or behind=None"
+        if self.fills_up():
+            more = "make the storage larger than what is written before the next batch is taken"
         return (
             "Nobody can draw them: the rows lie in memory of this process, which has no other thread. Sample first "
-            "(`while rb.can_sample(): rb.sample()`), or make the queue's storage larger, or give the rate limiter a "
-            "larger error_buffer, or behind=None"
+            f"(`while rb.can_sample(): rb.sample()`), or {more}"
         )
 
 
@@ -443,6 +449,9 @@ class QueueWaits(Waits):
                 return True
             if why := self._why_full():
                 raise RuntimeError(why)
+            queue = storage.lanes.queue
+            if queue is not None and queue.is_one:
+                queue.note_reader_waits()
             return False
 
         if self.successor is None and ready():
@@ -500,8 +509,11 @@ class QueueWaits(Waits):
                 f"sample waits for rows that are not too old: {waiting:,} wait, of which fewer than {n:,} are not"
                 f"{writers_shown(lanes)}"
             )
-        uncommitted = f"; {kept:,} of {lanes.capacity:,} wait for commit()" if kept else ""
-        return f"sample waits for {_rows(left)}: {waiting:,} of {n:,} are there{uncommitted}{writers_shown(lanes)}"
+        also = f"; {kept:,} of {lanes.capacity:,} wait for commit()" if kept else ""
+        if self._queue_sampler.max_staleness is not None and queue is not None and queue.stale:
+            also += f"; {queue.stale:,} were too old"
+        ends = "" if lanes.locks is None else ". Rows that are left can be taken by a smaller batch"
+        return f"sample waits for {_rows(left)}: {waiting:,} of {n:,} are there{also}{writers_shown(lanes)}{ends}"
 
     def _why_full(self) -> str:
         """Why no row can be written before this process commits; "": some can, or others commit."""

@@ -98,7 +98,8 @@ class QueueSampler(Sampler, built_in=True):
     """
 
     _copied_as: ClassVar[Mapping[str, Any]] = {
-        **Sampler._copied_as, "_taking": None, "_storage": None, "_sought": (), "_positions_out": False,
+        **Sampler._copied_as, "_taking": None, "_storage": None, "_sought": (), "_version": None,
+        "_positions_out": False,
     }  # fmt: skip
 
     def __init__(
@@ -123,6 +124,7 @@ class QueueSampler(Sampler, built_in=True):
         self._taking: _Taking | None = None
         self._storage: Storage | None = None
         self._draws_anew = 0
+        self._version: int | None = None  # that trains, as was said before there was a store
         self._sought: tuple[Any, ...] = ()  # what `seek` was told before there was a store; (): nothing
         # Whether rows can be overwritten before they are read: what is too old has to be known by its sequence, too.
         self._looks_back = full != "wait" or self.max_staleness is not None or commit == "manual"
@@ -139,13 +141,18 @@ class QueueSampler(Sampler, built_in=True):
 
         Collectors set it with `update_policy_weights_`, where they write to a buffer of this storage.
         """
-        return self._queue().consumer_version
+        queue = self._queue()
+        return queue.consumer_version if self._version is None else self._version
 
     @consumer_version.setter
     def consumer_version(self, version: int) -> None:
         if not is_integer(version, 0):
             raise ValueError(f"the version of a policy is an integer of 0 or more, got {version!r:.80}")
-        self._queue().consumer_version = int(version)
+        queue = self._queue()
+        if self._storage is not None and self._storage.initialized:
+            queue.consumer_version, self._version = int(version), None
+        else:
+            self._version = int(version)
 
     def _queue(self) -> _native.StoreQueue:
         if self._storage is None:
@@ -243,6 +250,11 @@ class QueueSampler(Sampler, built_in=True):
     # ---- positions ----
     def position(self, storage: Storage, info: dict[str, Any] | None) -> dict[str, Any]:
         """As `ReplayBuffer.position`."""
+        if not (info is None or isinstance(info, dict)):
+            raise TypeError(
+                "position takes the info of a batch, as `batch, info = rb.sample(return_info=True)` gives it, or "
+                f"nothing; got a {type(info).__name__}"
+            )
         lanes = _made(storage, "position")
         with self._turn(storage, lanes):
             self._take_part(storage, lanes)
@@ -251,7 +263,7 @@ class QueueSampler(Sampler, built_in=True):
             elif "position" in info:
                 rows = info["position"]
             else:
-                raise KeyError("this info is not of a batch of a queue: it has no 'position'")
+                raise ValueError("this info is not of a batch of a queue: it has no entry 'position'")
             position = position_at(lanes, rows)
             self._positions_out = True
         storage.flush()  # else a power cut could give the numbers of these rows to others
@@ -293,6 +305,8 @@ class QueueSampler(Sampler, built_in=True):
         """Goes on where `seek` was told to before there was a store, and takes part in the session that is."""
         if self._sought:
             self._seek(storage, lanes, *self._sought)
+        if self._version is not None:
+            _queue_of(lanes).consumer_version, self._version = self._version, None
         storage.access.table.flow.sessions.check(lanes, joins=self.commit == "manual")
 
     @contextlib.contextmanager
@@ -488,7 +502,7 @@ class QueueSampler(Sampler, built_in=True):
         if versions.dtype.is_floating_point or versions.numel() != len(slots):
             raise ValueError(
                 f"versions are one integer for each row, and {format_key(path)} is {versions.dtype} "
-                f"{list(versions.shape[1:])}"
+                f"{list(versions.shape[1:])}: of a row of several steps, store the oldest one"
             )
         return versions.reshape(-1).to(torch.int64)
 
