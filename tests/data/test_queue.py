@@ -425,7 +425,7 @@ def test_a_version_that_is_said_before_there_are_rows_holds_when_they_come():
     rb.extend(versioned([0, 3, 4, 2]))
     assert rb.sampler.consumer_version == 5 and rb.sample()["x"].tolist() == [1, 2] and rb.stats().stale == 1
     assert rb.stats().versions == (2, 5)
-    with pytest.raises(ValueError, match="an integer of 0 or more, got 1.5"):
+    with pytest.raises(ValueError, match=r"an integer of 0 or more, got 1\.5"):
         rb.sampler.consumer_version = 1.5
 
 
