@@ -34,8 +34,8 @@ def refuse_unknown_rules(buffer: ReplayBuffer, name: str) -> None:
     """RuntimeError where rows of a buffer, the attribute `name`, were removed, or where its users wait for each other:
     draws of others know nothing of either.
     """
-    store, queue = buffer.storage.lanes.store, buffer.storage.lanes.queue
-    if queue is not None and queue.is_one:
+    store = buffer.storage.lanes.store
+    if store.is_limited and store.rate_limit is None:
         raise RuntimeError(
             "the store is a queue, whose rows are handed out once, and batches are drawn here by the generator of "
             f"another library, which knows nothing of it. Sample the engram buffer itself, `{name}`, or end the queue: "
