@@ -423,7 +423,13 @@ class QueueSampler(Sampler, built_in=True):
             return None
         incarnation = storage.access.incarnation
         self._take_part(storage, lanes)
-        found, slots, sequences, after, gone = queue.choose(n, self._looks_back)
+        skipped, begin = 0, list[int]()
+        if self._draws_anew > 1 and self.full != "wait":
+            # The oldest rows go as fast as they are read; those behind them stay longer.
+            spare = max(0, queue.waiting - n)
+            skipped, _, _, begin, before = queue.choose(min(spare, (self._draws_anew - 1) * n))
+            skipped += sum(before)
+        found, slots, sequences, after, gone = queue.choose(n, self._looks_back, begin)
         missed, stale = sum(gone), 0
         if self.max_staleness is not None and found:
             assert sequences is not None
@@ -437,7 +443,7 @@ class QueueSampler(Sampler, built_in=True):
                 queue.hand_out(queue.consumed)
             return None
         return _Taking(
-            threading.get_ident(), storage, lanes, found, slots, sequences, after, missed, stale, incarnation
+            threading.get_ident(), storage, lanes, found, slots, sequences, after, skipped + missed, stale, incarnation
         )
 
     # ---- rows that are too old ----
