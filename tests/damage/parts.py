@@ -19,6 +19,7 @@ from engram.data import (
     PrioritizedReplayBuffer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    QueueSampler,
     RandomSampler,
     ReplayBuffer,
     ReplayBufferEnsemble,
@@ -47,6 +48,7 @@ STORAGES: dict[str, Callable[[], Any]] = {
 SAMPLERS: dict[str, Callable[[], Any]] = {
     "PrioritizedSampler": lambda: PrioritizedSampler(None, 0.7, 0.5),
     "PrioritizedSliceSampler": lambda: PrioritizedSliceSampler(30, 0.7, 0.5, slice_len=2),
+    "QueueSampler": lambda: QueueSampler(full="overwrite"),
     "RandomSampler": RandomSampler,
     "SamplerWithoutReplacement": SamplerWithoutReplacement,
     "SequenceSampler": lambda: SequenceSampler(slice_len=2, burn_in=1),

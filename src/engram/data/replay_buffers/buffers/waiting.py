@@ -199,8 +199,8 @@ class Waits:
     # ---- a queue, whose writers wait where it is full ----
     def fills_up(self) -> bool:
         """Whether the storage is a queue whose rows are not overwritten before they were handed out."""
-        if self.flow.conflict:
-            raise ValueError(self.flow.conflict)
+        if conflict := self._storage.access.table.flow.conflict:
+            raise ValueError(conflict)
         setting = setting_of(self._storage.lanes)
         return setting is not None and not setting.overwrites
 
@@ -250,7 +250,7 @@ class Waits:
         queue = lanes.queue
         if queue is None or not queue.is_one or not queue.removed_next:
             return False
-        with self.flow.consuming:
+        with self._storage.access.table.flow.consuming:
             lanes.begin_taking()
             try:
                 queue.pass_removed()
@@ -388,9 +388,6 @@ class Waits:
 class _FlowOfQueue:
     """What a buffer whose sampler takes rows out of a queue looks at before each draw: that it has to take them."""
 
-    def __init__(self, flow: Flow) -> None:
-        self._flow = flow
-
     @property
     def watched(self) -> _FlowOfQueue:
         return self
@@ -402,9 +399,6 @@ class _FlowOfQueue:
     def take_samples(self, n: int) -> int:
         """-1: `QueueWaits.take` chooses the rows."""
         return -1
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._flow, name)
 
 
 class QueueWaits(Waits):
@@ -422,7 +416,7 @@ class QueueWaits(Waits):
         super().__init__(storage, sampler)
         self._queue_sampler = sampler
         self._of_table: Flow = self.flow
-        self.flow: Any = _FlowOfQueue(self.flow)
+        self.flow: Any = _FlowOfQueue()
         with storage.mutex:
             self._of_table.name_queue(sampler.setting)
 
@@ -572,6 +566,9 @@ class WaitsOfMembers(Waits):
         members = zip(storage.storages, sampler.members, strict=True)
         self._of_members = [Waits(*member, self) for member in members]
         self.flow: Any = _FlowOfMembers([waits.flow for waits in self._of_members])
+
+    def fills_up(self) -> bool:
+        return False  # no member is written to by the ensemble
 
     def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
         if self.flow.watched is None or not self.flow.take_samples(n):
