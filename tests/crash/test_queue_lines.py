@@ -166,7 +166,11 @@ def rank(world: World, rank: int, generation: int) -> None:
     barrier()
     while True:
         for _ in range(BATCHES // 2):
-            rows = rb.sample(wait=True)
+            try:
+                rows = rb.sample(wait=True)
+            except RuntimeError as error:  # of a session whose owner was killed just now, as this one is going to be
+                assert "is told first" in str(error)
+                time.sleep(NEVER)
             world.parts[rank].view(-1).index_add_(0, rows, torch.ones(len(rows), dtype=torch.int8))
         barrier()
         if rank == 0:

@@ -162,6 +162,10 @@ def parts_of(number: int, *, replaces: bool = True, **given: Any) -> Parts:
     sampler, writer, buffer, first, ids = SETTINGS[number % len(SETTINGS)]
     if writer == "best" and not replaces:
         writer = "with index"
+    if sampler == "queue" and (
+        writer == "best" or "writer" in given
+    ):  # which puts rows elsewhere than behind the newest
+        sampler = "uniform"
     made = {
         "storage": functools.partial(STORAGES["memory"].make, LazyTensorStorage),
         "sampler": functools.partial(SAMPLERS[sampler].make, SAMPLERS[sampler].kind),
