@@ -10,7 +10,7 @@ import torch
 from contracts.each import each
 from contracts.gym_loop import Rule
 from contracts.gym_worlds import Countdown
-from contracts.waiting import NEVER, comes, seems_alone
+from contracts.waiting import NEVER, comes, in_thread, seems_alone
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ListStorage, QueueSampler, TensorDictReplayBuffer
 from engram.envs import GymEnv
@@ -43,13 +43,6 @@ def collecting(rb, frames_per_batch, total_frames, **arguments):
 
 def waits(rb):
     return rb.storage.lanes.store.waits[0] if rb.storage.initialized else 0
-
-
-def in_thread(call):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
-    thread.start()
-    return thread, results
 
 
 STORAGES = {

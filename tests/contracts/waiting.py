@@ -39,6 +39,27 @@ def comes(what: Callable[[], object], within: float = NEVER) -> bool:
     return True
 
 
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that calls something, and what came of it."""
+    results: list[Any] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, results
+
+
+def end(thread: threading.Thread) -> None:
+    """What a thread does ends, and does not take for ever."""
+    thread.join(NEVER)
+    assert not thread.is_alive()
+
+
 def is_taken(lock: Any) -> bool:
     """Whether another thread than this one would wait for a lock now."""
 

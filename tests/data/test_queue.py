@@ -6,7 +6,6 @@ import itertools
 import os
 import pickle
 import signal
-import threading
 import time
 from collections import deque
 
@@ -21,7 +20,7 @@ import engram
 from contracts.children import fork
 from contracts.each import each
 from contracts.removed_rows import BATCH, CAPACITY, READINGS, chosen, filled, numbers, places, remove_chosen
-from contracts.waiting import NEVER, comes, seems_alone
+from contracts.waiting import NEVER, comes, end, in_thread, seems_alone
 from contracts.ways_to_write import WRITES, rows
 from engram.data import (
     LazyMemmapStorage,
@@ -58,26 +57,6 @@ def taken(rb, **how):
 
 def cursors(rb):
     return rb.storage.lanes.queue.consumed, rb.storage.lanes.queue.kept
-
-
-def in_thread(call):
-    """A thread that calls something, and what came of it."""
-    results = []
-
-    def run():
-        try:
-            results.append(call())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, results
-
-
-def end(thread):
-    thread.join(NEVER)
-    assert not thread.is_alive()
 
 
 # ---- order, each row once ----

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import engram
 from contracts.programs import run_program
 from contracts.tiers import in_quick
-from contracts.waiting import NEVER, comes, seems_alone
+from contracts.waiting import NEVER, comes, end, in_thread, seems_alone
 from contracts.ways_to_write import WRITES, Way, buffer, rows
 from engram.data import (
     LazyMemmapStorage,
@@ -52,26 +52,6 @@ def alone(monkeypatch):
 def counts(rb):
     """Rows written and drawn since the counts began, and rows that can be drawn."""
     return rb.storage.lanes.store.rate_counts[:3]
-
-
-def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
-    """A thread that calls something, and what came of it."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, results
-
-
-def end(thread: threading.Thread) -> None:
-    thread.join(NEVER)
-    assert not thread.is_alive()
 
 
 def waits(rb, inserts: bool) -> int:
