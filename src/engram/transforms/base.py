@@ -587,6 +587,15 @@ class StreamTraits(NamedTuple):
     flushes_all: bool  #: whether `flush` returns all steps that are held back
     horizon: int = 1  #: how many steps behind a written row the one comes whose observation is its next one
 
+    def and_those_of(self, other: StreamTraits) -> StreamTraits:
+        """The traits of two transforms, one after the other."""
+        return StreamTraits(
+            self.inverse_is_ordered or other.inverse_is_ordered,
+            self.forward_is_ordered or other.forward_is_ordered,
+            self.flushes_all and other.flushes_all,
+            max(self.horizon, other.horizon),
+        )
+
 
 def _sizes(batch: Any) -> tuple[int, ...] | None:
     """The batch dimensions of a TensorDict or tensorclass; None for other data."""

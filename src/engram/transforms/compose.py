@@ -27,6 +27,7 @@ def describe_transform(transform: Transform) -> dict[str, Any]:
     return {"kind": "Compose", "arguments": {"args": parts, "kwargs": {}}}
 
 
+_OF_NONE = StreamTraits(inverse_is_ordered=False, forward_is_ordered=False, flushes_all=True)
 _OF_ONE = forms.record(
     {"kind": forms.text, "nth": forms.integer(), "state": forms.anything, "settings": forms.mapping_of(forms.anything)},
     {"optional": forms.boolean},
@@ -113,12 +114,7 @@ class Compose(Transform, built_in=True):
     @property
     def stream(self) -> StreamTraits:
         streams = [transform.stream for transform in self.transforms]
-        return StreamTraits(
-            any(stream.inverse_is_ordered for stream in streams),
-            any(stream.forward_is_ordered for stream in streams),
-            all(stream.flushes_all for stream in streams),
-            max([stream.horizon for stream in streams], default=1),
-        )
+        return functools.reduce(StreamTraits.and_those_of, streams) if streams else _OF_NONE
 
     def parts(self) -> list[Transform]:
         return [part for transform in self.transforms for part in transform.parts()]
