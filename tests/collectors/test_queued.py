@@ -10,7 +10,7 @@ import torch
 from contracts.each import each
 from contracts.gym_loop import Rule
 from contracts.gym_worlds import Countdown
-from contracts.waiting import NEVER, comes, in_thread, seems_alone
+from contracts.waiting import NEVER, comes, in_thread, is_gone, seems_alone
 from engram.collectors import MultiaSyncDataCollector, MultiSyncDataCollector, SyncDataCollector
 from engram.data import LazyTensorStorage, ListStorage, QueueSampler, TensorDictReplayBuffer
 from engram.envs import GymEnv
@@ -177,3 +177,80 @@ def test_workers_that_write_to_a_queue_lose_no_frame_and_give_none_twice(kind):
         raise
     finally:
         collector.shutdown()
+
+
+@pytest.mark.deep
+@each("kind", [MultiSyncDataCollector, MultiaSyncDataCollector])
+def test_a_loop_over_a_queue_ends_when_the_workers_that_filled_it_have_all_frames(kind):
+    rb = queued(LazyTensorStorage(64, shared=True, lanes=4), batch_size=16)
+    with kind([countdown] * 2, Rule(), frames_per_batch=16, total_frames=480, replay_buffer=rb) as collector:
+        collector.start()
+        seen = []
+        thread, results = in_thread(lambda: seen.extend(len(batch) for batch in rb))
+        thread.join(NEVER)
+        assert results == [None] and sum(seen) == 480 == collector.frames
+        collector.total_frames = 960
+        collector.start()
+        thread, results = in_thread(lambda: seen.extend(len(batch) for batch in rb))
+        thread.join(NEVER)
+        assert results == [None] and sum(seen) == 960 == collector.frames
+
+
+WITH_WORKERS = each("kind", [MultiSyncDataCollector, MultiaSyncDataCollector])
+
+
+def stands_with_workers(kind):
+    """A buffer, and a collector whose two workers have batches that are larger than the queue, which is full."""
+    rb = queued(LazyTensorStorage(40, shared=True, lanes=4))
+    collector = kind([countdown] * 2, Rule(), frames_per_batch=100, total_frames=500, replay_buffer=rb)
+    collector.start()
+    by_owner = 100 if kind is MultiSyncDataCollector else 200  # before there are rows to attach to
+    seen = [row for _ in range(by_owner // 10) for row in rb.sample(timeout=NEVER)["observation"][:, 0].tolist()]
+    assert comes(lambda: rb.write_count == by_owner + 40)
+    assert comes(lambda: all(member.awaits_room for member in collector._members))
+    return rb, collector, seen
+
+
+@WITH_WORKERS
+@pytest.mark.deep
+def test_workers_that_wait_in_the_middle_of_a_batch_answer_their_owner_and_write_the_rest_after(kind):
+    rb, collector, seen = stands_with_workers(kind)
+    try:
+        for call in (collector.state_dict, lambda: collector.set_seed(3), collector.state_dict):
+            thread, results = in_thread(call)
+            thread.join(NEVER)
+            assert len(results) == 1 and not isinstance(results[0], BaseException)
+        with collector.pause():
+            assert rb.write_count == len(seen) + 40
+        while len(seen) < 500:
+            seen += rb.sample(timeout=NEVER)["observation"][:, 0].tolist()
+        assert comes(lambda: not collector.is_running()) and collector.frames == rb.write_count == len(seen)
+        assert all(seen.count(row) <= 2 for row in set(seen))
+    finally:
+        collector.shutdown()
+
+
+@WITH_WORKERS
+@pytest.mark.deep
+def test_a_shutdown_ends_workers_that_wait_in_the_middle_of_a_batch(kind):
+    rb, collector, _ = stands_with_workers(kind)
+    pids = [worker.pid for worker in collector._workers]
+    thread, results = in_thread(collector.shutdown)
+    thread.join(NEVER)
+    assert results == [None] and not collector.is_running() and rb.stats().waiting == 40
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_a_state_that_is_loaded_while_a_batch_waits_in_its_middle_continues_no_row_of_before(monkeypatch):
+    rb, seams = queued(LazyTensorStorage(40)), []
+    mark_seam = rb.storage.mark_seam
+    monkeypatch.setattr(rb.storage, "mark_seam", lambda: (seams.append(rb.write_count), mark_seam()))
+    collector = collecting(rb, 50, 100)
+    state = collector.state_dict()
+    collector.start()
+    assert comes(lambda: rb.write_count == 40 and waits(rb))
+    collector.load_state_dict(state)
+    while rb.write_count <= 50:
+        rb.sample(timeout=NEVER)
+    assert seams == [0, 50]
+    collector.shutdown()

@@ -185,17 +185,19 @@ class BackgroundThread:
                 self._turn.notify_all()
 
     def _call(self, collect: Callable[[], bool]) -> bool:
-        with while_waiting(self._while_it_waits):
+        with while_waiting(self.let_in):
             return collect()
 
-    def _while_it_waits(self) -> None:
+    def let_in(self) -> bool:
         """Where a call waits in its middle, for room in a queue that others took: whoever pauses the thread gets it,
-        and whoever ends it does not wait. What was not written then is lost.
+        and whoever ends it does not wait (what was not written then is lost). Whether somebody paused it.
         """
         if self._is_stopping:
             raise Abandoned
-        if self._holds:
-            self._stand()
+        if not self._holds:
+            return False
+        self._stand()
+        return True
 
     def _may_collect(self) -> bool:
         """Waits until nobody holds the thread, and there is room for a batch; False: it is to end."""

@@ -45,6 +45,7 @@ from engram.collectors.trajectories import (
 )
 from engram.collectors.utils import split_trajectories
 from engram.collectors.worker import (
+    AwaitsRoom,
     BatchReady,
     Call,
     Collect,
@@ -98,6 +99,7 @@ class Member:
         id_offset: added to the ids that it counts, which begin anew in its successor.
         begins: whether its next batch is the first of a successor.
         first_steps: of an unfinished batch.
+        awaits_room: whether all that is left of its batch is to be written, for which the buffer has no room yet.
     """
 
     config: WorkerConfig
@@ -110,6 +112,7 @@ class Member:
     id_offset: int = 0
     begins: bool = False
     first_steps: TensorDictBase | WroteFrames | None = None
+    awaits_room: bool = False
 
 
 @advised
@@ -460,14 +463,21 @@ class MultiCollector(PooledCollector, HasSpaces):
         except WorkerError as error:
             self._replace(k, error)
             return []
+        if isinstance(message, AwaitsRoom):
+            self._members[k].awaits_room = True
+            return []
         if isinstance(message, Hello):
             self._greet(k, message)
             return []
         return [message]
 
+    def _only_waits(self, workers: list[int]) -> bool:
+        return all(self._members[k].awaits_room for k in workers)
+
     def _receive_batch(self, k: int, message: BatchReady) -> None:
         member, batch = self._members[k], message.batch
         member.pending -= 1
+        member.awaits_room = False
         self._episodes.take(message.returns, message.lengths)
         member.begins = member.begins or message.begins
         if isinstance(batch, WroteFrames):
@@ -503,7 +513,7 @@ class MultiCollector(PooledCollector, HasSpaces):
             self._restarts.use(error, self._workers[k].pid)
             self._pool.end(k)  # another process can have its lane now
             self._cut(k)
-            member.reader = SharedBatchReader()
+            member.reader, member.awaits_room = SharedBatchReader(), False
             make_env = with_own_seed(member.config.make_env.function)  # else the same episodes would come again
             member.config = member.config._replace(make_env=CloudpickleWrapper(make_env))
             seed = member.seed
@@ -570,6 +580,15 @@ class MultiCollector(PooledCollector, HasSpaces):
         self.replay_buffer.storage.release()  # a worker may need its lane
         buffer = sent_to_writers(self.replay_buffer)
         self._workers[k].send(Call(CollectorProcess.attach_buffer, (buffer, self._ids), is_question=False))
+
+    def _report_filling(self, begins: bool) -> None:
+        # Idle workers that have the storage open could write, for all that a loop over a queue knows.
+        if not begins and self._is_attached and self._has_all_frames and not self._is_anything_pending:
+            with contextlib.suppress(WorkerError):
+                for k in range(self.num_workers):
+                    self._request(k, CollectorProcess.detach_buffer)
+                self._is_attached = False
+        super()._report_filling(begins)
 
     # ---- weights, seeds, states ----
     @property
@@ -746,7 +765,9 @@ class MultiCollector(PooledCollector, HasSpaces):
 
     def _request(self, k: int, method: Callable[..., Any], *args: Any) -> Any:
         """The result of a method of worker k's process; batches that come before it are received."""
-        while self._members[k].pending:  # a large message would wait for a worker that waits to send a large batch
+        member = self._members[k]
+        # A large message would wait for a worker that waits to send a large batch.
+        while member.pending and not member.awaits_room:
             if self._wait_for_any([k]):
                 self._receive_message(k)
         return self._ask(k, Call(method, args))

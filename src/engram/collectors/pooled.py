@@ -50,12 +50,19 @@ class PooledCollector(BackgroundCollector):
     def _receive_message(self, k: int) -> list[Any]:
         """Receives one message of worker k, and returns it if it is an answer; replaces the worker if it has failed."""
 
+    def _only_waits(self, workers: list[int]) -> bool:
+        """Whether all that these workers still do is to wait for room in the replay buffer."""
+        return False
+
     @abstractmethod
     def _replace(self, k: int, error: WorkerError) -> None:
         """Starts worker k anew after it has failed or died. Raises `error` where that is not to be."""
 
     def _wait_for_any(self, workers: list[int]) -> list[int]:
-        """Waits until some of the workers have sent a message, or one that hangs in its step was replaced."""
+        """Waits until some of the workers have sent a message, or one that hangs in its step was replaced.
+
+        None of them may have: somebody else who was let in has received it.
+        """
         background = self._background
         if background is not None:
             background.raise_if_abandoned()  # also where messages come all the time
@@ -63,6 +70,8 @@ class PooledCollector(BackgroundCollector):
         while not (ready := self._pool.wait(workers, interval)):
             if background is not None:
                 background.raise_if_abandoned()
+                if background.is_current and self._only_waits(workers) and background.let_in():
+                    return []
             if (late := self._pool.overdue()) is not None:
                 self._end_overdue(*late)
                 return []

@@ -910,8 +910,8 @@ class BufferWriter:
         with contextlib.nullcontext() if self.replay_buffer.fills_up else storage.mutex, let_through():
             self.replay_buffer.flush_transforms()
             storage.mark_seam()
+            self._needs_seam = False  # who restarts it while `extend` waits wants another one
             self.replay_buffer.extend(batch)
-        self._needs_seam = False
 
     def flush(self) -> None:
         """Writes the steps that the buffer's transforms hold back."""

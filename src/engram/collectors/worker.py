@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from engram.processes.shared_weights import SharedWeights
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import Channel, CloudpickleWrapper
 from engram.specs.spaces import EncodedSpaces
+from engram.store.flow import while_waiting
 
 MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
 
@@ -61,6 +63,13 @@ class WroteFrames(NamedTuple):
     """The number of frames that the worker wrote into the replay buffer."""
 
     frames: int
+
+
+class AwaitsRoom(NamedTuple):
+    """The worker has stepped its whole batch, and waits until the replay buffer has room for the rest of it.
+
+    It answers each `Call` meanwhile.
+    """
 
 
 class BatchReady(NamedTuple):
@@ -172,6 +181,8 @@ class CollectorProcess:
         self._begins = False  # whether a trajectory in the batch begins where none had ended
         self._failure: BaseException | None = None  # of the environment or the policy, after a batch's first steps
         self._episodes = EpisodeStats(self._envs)
+        self._asked_ahead: deque[Collect] = deque()  # what came while a batch waited for room
+        self._awaits_room = False
         if config.predecessor is not None:
             self._follow(config.predecessor)
 
@@ -186,11 +197,9 @@ class CollectorProcess:
         try:
             self._channel.send(Hello(self._collector.frames_per_batch * self._pieces, self._envs, self._policy_state))
             while True:
-                message = self._channel.receive()
+                message = self._asked_ahead.popleft() if self._asked_ahead else self._channel.receive()
                 if isinstance(message, Call):
-                    answer = message.method(self, *message.args)
-                    if message.is_question:
-                        self._channel.send(answer)
+                    self._answer(message)
                 elif isinstance(message, Collect):  # a Stop that comes after the batch has ended is ignored
                     self._channel.send(self._collect(message.steps))
                     if self._failure is not None:
@@ -200,10 +209,33 @@ class CollectorProcess:
                 self._writer.flush()  # steps that transforms hold back
             self._env.close()
 
+    def _answer(self, call: Call) -> None:
+        answer = call.method(self, *call.args)
+        if call.is_question:
+            self._channel.send(answer)
+
+    def _while_it_waits(self) -> None:
+        """Where a batch waits for room in the buffer: the owner hears of it, and is answered."""
+        if not self._awaits_room:
+            self._awaits_room = True
+            self._channel.send(AwaitsRoom())
+        while self._channel.has_message():
+            message = self._channel.receive()
+            if isinstance(message, Call):
+                self._answer(message)
+            elif isinstance(message, Collect):
+                self._asked_ahead.append(message)
+
     def attach_buffer(self, replay_buffer: Any, ids: SharedCounter) -> None:
         """Writes batches into this buffer from now on, with trajectory ids from this counter."""
         self._writer = BufferWriter(replay_buffer)
         self._global_ids = GlobalTrajectoryIds(ids.take)
+
+    def detach_buffer(self) -> None:
+        """Writes no more, and has the buffer's storage open no longer."""
+        if self._writer is not None:
+            self._writer.flush()
+        self._writer = self._global_ids = None
 
     def attach_weights(self, weights: SharedWeights) -> None:
         """Takes the weights from here from their next version on."""
@@ -283,7 +315,9 @@ class CollectorProcess:
         self._global_ids.number([(0, batch)])
         if self._settings.reset_at_each_iter or begins:
             self._writer.restart()
-        self._writer.write(batch)
+        with while_waiting(self._while_it_waits):
+            self._writer.write(batch)
+        self._awaits_room = False
         return WroteFrames(batch.numel())
 
     def _collect_steps(self, steps: int | None) -> TensorDictBase:

@@ -430,7 +430,7 @@ class HopelessError(RuntimeError):
 class _OfThread(threading.local):
     def __init__(self) -> None:
         self.is_let_through = False
-        self.also: Callable[[], None] | None = None
+        self.also: Callable[[], object] | None = None
         self.has_waited = False
 
 
@@ -467,7 +467,7 @@ def note_waited() -> None:
 
 
 @contextlib.contextmanager
-def while_waiting(also: Callable[[], None]) -> Iterator[None]:
+def while_waiting(also: Callable[[], object]) -> Iterator[None]:
     """A block in whose waits this thread calls a function again and again, whose errors end them."""
     before, _of_thread.also = _of_thread.also, also
     try:
