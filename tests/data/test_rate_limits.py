@@ -395,6 +395,8 @@ def test_a_wait_ends_when_its_time_is_over_and_nothing_was_counted():
             TimeoutError, match="extend waits for 4 more rows to be drawn: 0 were, more than 4 below 1 x"
         ):
             rb.extend(rows(1), timeout=0.01)
+        with pytest.raises(TimeoutError, match="add waits for 4 more rows to be drawn"):
+            rb.add(rows(1)[0], timeout=0.01)
         with pytest.raises(TimeoutError, match="sample waits for"):
             buffer(MinSize(5)).sample(timeout=0.0)
         assert counts(rb) == before

@@ -379,17 +379,18 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         return table.flow
 
     # ---- writing ----
-    def add(self, data: T | Data, *others: Never) -> int | Tensor:
+    def add(self, data: T | Data, *others: Never, timeout: float | None = None) -> int | Tensor:
         """Stores one step; returns its index: an int, with ndim=2 int64 [envs, 2].
 
         With a transform that holds steps back: int64 [n], the indices of what was written.
 
         With a rate limiter it waits while those who sample are too far behind, and in a queue (`QueueSampler`) while
-        there is no room for it.
+        there is no room for it: for `timeout` seconds at most; None: any time.
 
         Raises:
             ValueError, TypeError: the step does not fit the storage; the message names the leaf. Nothing is changed.
             RuntimeError: it would wait, and nobody can sample.
+            TimeoutError: it was not to be written until then. Nothing is changed.
         """
         if others:
             raise _several_given("add", 1 + len(others))
@@ -403,7 +404,7 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
                     pushed = push(data, writes.form_of_step)
             if pushed is not None:
                 return pushed
-        index: int | Tensor = writes.write(data, single=True)
+        index: int | Tensor = writes.write(data, single=True, timeout=timeout)
         return index
 
     def extend(

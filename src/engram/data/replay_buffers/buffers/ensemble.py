@@ -187,7 +187,7 @@ class ReplayBufferEnsemble(ReplayBuffer):
     def rate_limiter(self, limiter: Any) -> NoReturn:
         raise TypeError("rate_limiter is the members'; an ensemble takes none: rb[i].rate_limiter = ...")
 
-    def add(self, data: Any, *others: Never) -> NoReturn:
+    def add(self, data: Any, *others: Never, timeout: float | None = None) -> NoReturn:
         """An error: write to a member."""
         raise self._refusal("add(...)")
 
