@@ -17,7 +17,7 @@ namespace engram {
 class StoreQueue {
  public:
   explicit StoreQueue(Store& store) : store_(store) {
-    if (!store.lanes.can_remove()) throw nb::value_error("this store was made by an engram whose stores were no queues");
+    if (!store.lanes.has_flow()) throw nb::value_error("this store was made by an engram whose stores were no queues");
   }
   Store& looked() const {
     store_.check_file();
@@ -95,18 +95,12 @@ void bind_queue(nb::module_& m) {
       }, "n"_a, "sequences"_a = false, "from_"_a = std::vector<uint64_t>{},
          nb::sig("def choose(self, n: int, sequences: bool = False, from_: collections.abc.Sequence[int] = []) -> "
                  "tuple[int, torch.Tensor, torch.Tensor | None, list[int], list[int]]"))
-      .def("hand_out", [](const StoreQueue& q, const std::vector<uint64_t>& next, uint64_t missed, uint64_t stale) {
+      .def("hand_out", [](const StoreQueue& q, const std::vector<uint64_t>& next, uint64_t missed, uint64_t stale, bool passes) {
         q.check(next);
         const Queue queue = q.changed();
-        queue.hand_out(next);
+        queue.hand_out(next, passes);
         queue.count(missed, stale);
-      }, "next"_a, "missed"_a = 0, "stale"_a = 0)
-      .def("pass_over", [](const StoreQueue& q, const std::vector<uint64_t>& next, uint64_t missed, uint64_t stale) {
-        q.check(next);
-        const Queue queue = q.changed();
-        queue.pass_over(next);
-        queue.count(missed, stale);
-      }, "next"_a, "missed"_a = 0, "stale"_a = 0)
+      }, "next"_a, "missed"_a = 0, "stale"_a = 0, "passes"_a = false)
       .def("let_go", [](const StoreQueue& q, const std::vector<uint64_t>& to) {
         q.check(to);
         q.changed().let_go(to);

@@ -207,7 +207,7 @@ static uint64_t remove_rows(Store& store, uint64_t lane, nb::handle slots_in, nb
   store.must_be_writable();
   check_lane(store, lane);
   const Lanes& lanes = store.lanes;
-  if (!lanes.can_remove()) throw nb::value_error("this store was made by an engram that removed no rows");
+  if (!lanes.has_flow()) throw nb::value_error("this store was made by an engram that removed no rows");
   const SlotsArg slots(nb::borrow(slots_in)), generations(nb::borrow(generations_in));
   if (slots.n != generations.n) throw nb::value_error("one generation for each slot");
   const uint64_t envs = lanes.envs(), rows = lanes.capacity() * envs;
@@ -258,7 +258,7 @@ static void restore_removed(Store& store, uint64_t l, uint64_t from, nb::bytes g
   const std::string bits = bytes_of(given);
   const Lanes& lanes = store.lanes;
   if (bits.empty()) return;
-  if (!lanes.can_remove()) throw nb::value_error("this store was made by an engram that removed no rows");
+  if (!lanes.has_flow()) throw nb::value_error("this store was made by an engram that removed no rows");
   if (bits.size() > (lanes.capacity() * lanes.envs() + 7) / 8) throw nb::value_error("more bits than the lane has rows");
   if (!planted(27)) store.sync_before_removing(l, lanes.published_now(l));  // which knows that a load has begun
   lanes.make_room_to_remove(l, std::min(lanes.capacity() * lanes.envs(), (from % lanes.capacity() * lanes.envs()) + bits.size() * 8));
@@ -274,7 +274,7 @@ static void restore_removed(Store& store, uint64_t l, uint64_t from, nb::bytes g
 static RateLimiter writable_limiter(const Store& store) {
   store.must_be_writable();
   store.check_file();
-  if (!store.lanes.can_remove()) throw nb::value_error("this store was made by an engram whose stores had no rate limiter");
+  if (!store.lanes.has_flow()) throw nb::value_error("this store was made by an engram whose stores had no rate limiter");
   return RateLimiter(store.lanes);
 }
 static void set_rate_limit(const Store& store, std::optional<std::tuple<double, double, double, double, bool>> given) {
@@ -288,7 +288,7 @@ static void set_rate_limit(const Store& store, std::optional<std::tuple<double, 
 }
 static void note_wait(const Store& store, bool inserts, uint64_t ns, bool begins) {
   store.check_file();
-  if (store.read_only() || !store.lanes.can_remove()) return;
+  if (store.read_only() || !store.lanes.has_flow()) return;
   Flow& flow = store.lanes.flow();
   if (begins) (inserts ? flow.insert_waits : flow.sample_waits).fetch_add(1, std::memory_order_relaxed);
   (inserts ? flow.insert_waited_ns : flow.sample_waited_ns).fetch_add(ns, std::memory_order_relaxed);
@@ -913,7 +913,7 @@ void bind_store(nb::module_& m) {
       }, "slots"_a, "plan"_a, "rows"_a.none() = nb::none(), "first"_a.none() = nb::none(), "replaces"_a = false, nb::keep_alive<0, 1>(),
          nb::keep_alive<0, 3>())
       .def("note_edits", &note_edits, "slots"_a, "replaced"_a = false)
-      .def_prop_ro("can_remove", [](const Store& s) { return s.lanes.can_remove(); })
+      .def_prop_ro("has_flow", [](const Store& s) { return s.lanes.has_flow(); })
       .def_prop_ro("removals", [](const Store& s) { return s.lanes.removals(); })
       .def_prop_ro("removed_rows", [](const Store& s) { s.check_file(); return s.lanes.removed_rows(); })
       .def("remove", &remove_rows, "lane"_a, "slots"_a, "generations"_a)
@@ -928,7 +928,6 @@ void bind_store(nb::module_& m) {
       .def("restore_removed", &restore_removed, "lane"_a, "start"_a, "bits"_a)
       // ---- who waits for whom ----
       .def_prop_ro("is_limited", [](const Store& s) { s.check_file(); return s.lanes.flow_mode() != 0; })
-      .def_prop_ro("can_limit", [](const Store& s) { return s.lanes.can_remove(); })
       // Samples per insert, rows from which on, how far samplers may be ahead and behind, whether these two widen; None: no bound.
       .def_prop_ro("rate_limit", [](const Store& s) -> std::optional<std::tuple<double, double, double, double, bool>> {
         s.check_file();
@@ -964,7 +963,7 @@ void bind_store(nb::module_& m) {
       .def("note_wait", &note_wait, "inserts"_a, "ns"_a, "begins"_a)
       .def_prop_ro("waits", [](const Store& s) {
         s.check_file();
-        if (!s.lanes.can_remove()) return std::array<uint64_t, 4>{};
+        if (!s.lanes.has_flow()) return std::array<uint64_t, 4>{};
         const Flow& flow = s.lanes.flow();
         return std::array<uint64_t, 4>{flow.insert_waits.load(), flow.insert_waited_ns.load(), flow.sample_waits.load(),
                                        flow.sample_waited_ns.load()};

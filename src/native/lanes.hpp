@@ -151,7 +151,7 @@ class Lanes {
 
   // ---- removed rows ----
   // Whether rows can be removed: not in stores of an engram before the feature `flow`.
-  bool can_remove() const { return flow_ != nullptr; }
+  bool has_flow() const { return flow_ != nullptr; }
   Flow& flow() const { return *flow_; }
   // Whether users of the store wait for each other: bits of `FlowMode`.
   uint64_t flow_mode() const { return flow_ ? flow_->mode.load(std::memory_order_relaxed) : 0; }

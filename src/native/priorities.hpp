@@ -498,7 +498,7 @@ class Priorities {
   // Whether a row that was written over another one is stored where one was removed.
   bool takes_place_of_removed(const Store& store, uint64_t slot) const {
     const StoreGeometry& s = store.geometry();
-    if (slot >= capacity_ || !store.lanes.can_remove() || store.lanes.is_removed(slot)) return false;
+    if (slot >= capacity_ || !store.lanes.has_flow() || store.lanes.is_removed(slot)) return false;
     const uint64_t time = slot / s.envs, lane = time / s.lane_capacity;
     LaneView seen;
     seen.published = follower_.seen()[lane].published, seen.first = follower_.seen()[lane].first;

@@ -127,13 +127,15 @@ class Queue {
     }
     return chosen;
   }
-  // By who has the turn: rows below `next`, one a lane, are handed out.
-  void hand_out(const std::vector<uint64_t>& next) const {
+  // By who has the turn: rows below `next`, one a lane, are handed out; or, where it `passes`, they are passed without that, and where
+  // none before them waits to be let go, their places are free at once.
+  void hand_out(const std::vector<uint64_t>& next, bool passes = false) const {
     const bool lets_go = this->lets_go();
     for (uint64_t l = 0; l < lanes_.count(); ++l) {
       const auto lane = lanes_.queue(l);
-      const uint64_t to = std::min(next[l], lane.waiting().end), had = StdMemory::load(lane.consumed);
-      if (to > had || (lets_go && StdMemory::load(lane.kept) != had)) lane.hand_out(std::max(to, had), lets_go);
+      const uint64_t had = StdMemory::load(lane.consumed), kept = StdMemory::load(lane.kept);
+      const uint64_t to = std::clamp(next[l], had, std::max(had, lane.waiting().end));
+      if (to > had || (lets_go && !passes && kept != had)) lane.hand_out(to, passes ? kept >= had : lets_go);
     }
   }
   // Whether the row of a lane that comes next was removed: nobody takes it, and it keeps its place until it is passed.
@@ -146,12 +148,12 @@ class Queue {
   }
   // By who has the turn: removed rows that come next are passed.
   void pass_removed() const {
+    std::vector<uint64_t> next(lanes_.count());
     for (uint64_t l = 0; l < lanes_.count(); ++l) {
-      const auto lane = lanes_.queue(l);
-      const auto here = lane.waiting();
-      const uint64_t to = past_removed(l, here.from, here.end);
-      if (!here.missed && to > here.from) lane.hand_out(to, StdMemory::load(lane.kept) >= here.from);
+      const auto here = lanes_.queue(l).waiting();
+      next[l] = here.missed ? here.from - here.missed : past_removed(l, here.from, here.end);
     }
+    hand_out(next, true);
   }
   // Of a lane that was loaded, with the cursors of its save.
   void restore(uint64_t l, uint64_t consumed, uint64_t kept) const {
@@ -160,16 +162,6 @@ class Queue {
     const uint64_t first = v.first * lanes_.envs(), end = v.published * lanes_.envs();
     const uint64_t to = std::clamp(consumed, first, std::max(first, end));
     StdMemory::store(lane.consumed, to), StdMemory::store(lane.kept, std::clamp(kept, first, to));
-  }
-  // By who has the turn: rows below `next` are passed without being handed out. Where none before them waits to be let go, their places
-  // are free at once.
-  void pass_over(const std::vector<uint64_t>& next) const {
-    for (uint64_t l = 0; l < lanes_.count(); ++l) {
-      const auto lane = lanes_.queue(l);
-      const uint64_t had = StdMemory::load(lane.consumed), to = std::clamp(next[l], had, std::max(had, lane.waiting().end));
-      const bool is_free = StdMemory::load(lane.kept) >= had;
-      if (to > had) lane.hand_out(to, is_free);
-    }
   }
   // By who has the turn: rows below `to` may be overwritten.
   void let_go(const std::vector<uint64_t>& to) const {

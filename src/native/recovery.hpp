@@ -422,7 +422,7 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
 // header was on the disk before a bit of a later row was (`Store::sync_before_removing`). The bits of all others are cleared.
 // Returns whether there were some.
 inline bool forget_doubtful_removals(Store& store, uint64_t l, const LaneScan& scan) {
-  if (!store.lanes.can_remove()) return false;
+  if (!store.lanes.has_flow()) return false;
   const LaneHeader& h = store.lanes.lane(l);
   const uint64_t capacity = store.lanes.capacity(), claimed = h.claimed.load();
   uint64_t from = std::max(scan.base, claimed > capacity ? claimed - capacity : 0), to = std::min(h.durable.load(), scan.published);

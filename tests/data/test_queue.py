@@ -254,7 +254,7 @@ def test_waits_that_nobody_can_end_are_errors_and_others_end_by_their_timeout():
         rb.extend(torch.arange(3, 8))
     with pytest.raises(TimeoutError, match="nothing was written"):
         rb.extend(torch.arange(8, 10), timeout=0.01)
-    with pytest.raises(TimeoutError, match="add waits for room in the queue.*nothing was written"):
+    with pytest.raises(TimeoutError, match=r"add waits for room in the queue.*nothing was written"):
         rb.add(torch.tensor(8), timeout=0.01)
     assert taken(rb) == [0, 1, 2, 3] and taken(rb, batch_size=2) == [4, 5]
 

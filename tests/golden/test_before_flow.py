@@ -51,7 +51,7 @@ def test_a_store_without_the_feature_works_as_one_with_it_and_refuses_to_remove(
         store = _native.Store.create(-1, 1, 10, 1, 0, 8, False, b"", bytes(16), flow=flow)
         store.advance(0, 12)
         zero = torch.zeros(1, dtype=torch.int64)
-        assert store.can_remove is flow and store.removed_rows == 0 and store.removed(zero) is None
+        assert store.has_flow is flow and store.removed_rows == 0 and store.removed(zero) is None
         drawn = store.uniform(zero, 50)
         assert drawn is not None and set(drawn.tolist()) <= set(range(10))
         if not flow:

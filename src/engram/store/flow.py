@@ -255,7 +255,7 @@ class Flow:
         lanes = self._rows.lanes
         store = lanes.store
         # In memory that is private to this process nobody else sets one.
-        may_be = store.can_limit and not store.read_only and (store.is_limited or lanes.locks is not None)
+        may_be = store.has_flow and not store.read_only and (store.is_limited or lanes.locks is not None)
         self.watched = _Refusing() if self.conflict else store if may_be else None
 
     def _agree(self, named: RateLimit) -> None:
@@ -326,7 +326,7 @@ def _check_fits(lanes: Lanes, limit: RateLimit) -> None:
             f"{limit} waits until {limit.min_size:,} rows are stored, and the storage has room for {lanes.capacity:,}: "
             "nobody could ever sample. Make one of them fit the other"
         )
-    if not lanes.store.can_limit:
+    if not lanes.store.has_flow:
         raise StorageError(
             "this store was made by an engram that had no rate limiter: `engram convert` copies its rows to a new one, "
             "whose users can wait for each other"
@@ -411,7 +411,7 @@ class QueueFigures(NamedTuple):
 
 def queue_figures(store: _native.Store) -> QueueFigures | None:
     """The figures of a store; None: it is no queue."""
-    queue = _native.StoreQueue(store) if store.can_remove else None
+    queue = _native.StoreQueue(store) if store.has_flow else None
     if queue is None or not queue.is_one:
         return None
     setting, waits = QueueSetting(queue.overwrites, queue.commits), store.waits

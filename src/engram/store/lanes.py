@@ -93,7 +93,7 @@ class Lanes:
         self._released: tuple[int, int] | None = None  # the end of its only lane when this process gave it back
         self._noted_removals = False  # that this process removes rows, to those who look at what came before a row
         #: The store as a queue; None: it was made by an engram whose stores were none.
-        self.queue = _native.StoreQueue(store) if store.can_remove else None
+        self.queue = _native.StoreQueue(store) if store.has_flow else None
         self.capacity: int = store.lanes * store.lane_capacity * store.envs
         self.envs: int = store.envs
         _live.add(self)
@@ -223,7 +223,7 @@ class Lanes:
         """The same lanes of the same rows, which were copied to another store in private memory."""
         twin = copy.copy(self)
         twin.store, twin.pending_borders = store, PendingBorders(store)
-        twin.queue = _native.StoreQueue(store) if store.can_remove else None
+        twin.queue = _native.StoreQueue(store) if store.has_flow else None
         _live.add(twin)
         return twin
 
@@ -393,7 +393,7 @@ class Lanes:
                 rows may have been removed.
         """
         store = self.store
-        if not store.can_remove:
+        if not store.has_flow:
             raise StorageError(
                 "this store was made by an engram that removed no rows: `engram convert` copies its rows to a new one, "
                 "where they can be removed. Nothing was removed"
@@ -684,7 +684,7 @@ class Turns:
 
     def warn_of_second_writer(self, lane: int) -> None:
         """Warns where another process that lives has written to the lane; not of a queue, which has no slices."""
-        if self._store.can_remove and _native.StoreQueue(self._store).is_one:
+        if self._store.has_flow and _native.StoreQueue(self._store).is_one:
             return
         last = self._store.last_writer(lane)
         if not last or last == self._store.writer or not self._locks.is_writer_alive(last >> _native.PID_BITS):

@@ -413,7 +413,7 @@ class QueueSampler(Sampler, built_in=True):
     def _chosen(self, storage: Storage, lanes: Lanes, queue: _native.StoreQueue, n: int, fewer: bool) -> _Taking | None:
         """What this thread, which has the turn, takes; None: fewer rows wait than it wants."""
         if self.full == "wait" and (missed := queue.just_missed):
-            queue.pass_over(queue.choose(0)[3], missed)
+            queue.hand_out(queue.choose(0)[3], missed, passes=True)
             raise RuntimeError(
                 f"{missed} rows were overwritten before they were handed out, though writers are to wait: a process "
                 "that did not know the queue wrote to the storage first. Each process names it, by one function that "
@@ -438,7 +438,7 @@ class QueueSampler(Sampler, built_in=True):
             found = len(slots)
         if found < n and not (fewer and found):
             if stale:
-                queue.pass_over(after, missed, stale)
+                queue.hand_out(after, missed, stale, passes=True)
             elif queue.lags:
                 queue.hand_out(queue.consumed)
             return None

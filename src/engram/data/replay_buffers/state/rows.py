@@ -138,7 +138,7 @@ class _Sink(StoredRows):
         else:
             n, room = store.lanes, store.lane_capacity
         rows, kept = [lane["published"] - lane["base"] for lane in lanes], counters["lane_capacity"]
-        if not store.can_remove and any("removed" in lane for lane in lanes):
+        if not store.has_flow and any("removed" in lane for lane in lanes):
             differences.append("rows were removed there, and the store here was made by an engram that removed no rows")
         if len(lanes) > n:
             differences.append(f"{n} lanes here, {len(lanes)} there")
