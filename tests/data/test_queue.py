@@ -34,7 +34,7 @@ from engram.data import (
     TensorDictReplayBuffer,
 )
 from engram.errors import QueueFullError, StorageError
-from engram.store import flow
+from engram.store import waits
 from testing.own_parts import PickledStorage
 
 pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_size=:UserWarning")
@@ -562,7 +562,7 @@ def test_workers_of_a_data_loader_take_different_rows():
 
 
 def test_a_wait_that_lasts_says_who_waits_for_what(monkeypatch):
-    monkeypatch.setattr(flow, "_FIRST_WARNING", 0.01)
+    monkeypatch.setattr(waits, "_FIRST_WARNING", 0.01)
     rb = queue(storage=LazyTensorStorage(8, shared=True))
     rb.extend(torch.arange(3))
     with pytest.warns(

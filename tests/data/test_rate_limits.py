@@ -450,8 +450,8 @@ def test_a_limiter_that_is_taken_away_ends_waits(who):
 
 
 def test_a_wait_that_lasts_says_who_waits_for_whom(monkeypatch, tmp_path):
-    monkeypatch.setattr(flow, "_FIRST_WARNING", 0.0)
-    monkeypatch.setattr(flow, "_NEXT_WARNINGS", 0.01)
+    monkeypatch.setattr("engram.store.waits._FIRST_WARNING", 0.0)
+    monkeypatch.setattr("engram.store.waits._NEXT_WARNINGS", 0.01)
     rb = buffer(MinSize(8), storage=LazyMemmapStorage(100, scratch_dir=tmp_path, shared_init=True))
     rb.extend(rows(3))
     said = "by now: sample waits for 5 more rows: 3 of 8 are there; writers: process"
@@ -867,7 +867,7 @@ def test_other_threads_may_end_a_wait_and_those_of_the_library_may_not():
         """
         import threading
         from engram.data import LazyTensorStorage
-        from engram.store.flow import nobody_else
+        from engram.store.waits import nobody_else
 
         lanes, stop = LazyTensorStorage(10).lanes, threading.Event()
         for name in ("engram-prefetch_0", "a learner"):

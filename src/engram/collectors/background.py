@@ -21,7 +21,7 @@ from engram.collectors.stats import CollectorStats, EpisodeStats, StepsWay, Thro
 from engram.data import ReplayBuffer
 from engram.envs.policies import own_exploration_type
 from engram.processes.worker import CLOSE_TIMEOUT
-from engram.store.flow import while_waiting
+from engram.store.waits import while_waiting
 
 _PATIENCE = 10.0  # seconds that a caller who has held the thread waits for its turn, while others hold it
 

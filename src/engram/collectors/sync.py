@@ -65,7 +65,7 @@ from engram.processes.timeouts import CallTimer, TimedEnv, reject_timeout
 from engram.pytree import key_path
 from engram.specs.spaces import EncodedSpaces, HasSpaces
 from engram.specs.tensors import usable_device
-from engram.store.flow import let_through
+from engram.store.waits import let_through
 from engram.transforms.base import Deferred, FrameStacks
 from engram.transforms.trajectory import StepCounter
 

@@ -22,7 +22,7 @@ from engram.processes.shared_weights import SharedWeights
 from engram.processes.timeouts import CallTimer
 from engram.processes.worker import Channel, CloudpickleWrapper
 from engram.specs.spaces import EncodedSpaces
-from engram.store.flow import while_waiting
+from engram.store.waits import while_waiting
 
 MAX_PIECES = 32  # a batch that can be stopped is collected in so many pieces at most
 

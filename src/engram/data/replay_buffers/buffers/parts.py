@@ -14,8 +14,9 @@ from engram._arguments import describe
 from engram._generator import Generator
 from engram.data.replay_buffers.buffers.batch_writer import BatchWriter, GivenPriorities
 from engram.data.replay_buffers.buffers.in_place import change_entries
+from engram.data.replay_buffers.buffers.queue_waits import QueueWaits
 from engram.data.replay_buffers.buffers.rate_limiters import described_limit
-from engram.data.replay_buffers.buffers.waiting import QueueWaits, Waits, WaitsOfMembers
+from engram.data.replay_buffers.buffers.waiting import Waits, WaitsOfMembers
 from engram.data.replay_buffers.reading.prefetch import Prefetcher
 from engram.data.replay_buffers.reading.reader import BatchReader, Member
 from engram.data.replay_buffers.samplers.base import Sampler, plan_of, user_object
