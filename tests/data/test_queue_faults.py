@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +62,22 @@ def test_rows_that_are_overwritten_before_they_are_read_are_missed(monkeypatch: 
     before_next_read(monkeypatch, lambda: rb.extend(torch.arange(6, 8)))
     assert rb.sample().tolist() == [2, 3, 4, 5]
     assert (rb.stats().missed, rb.stats().waiting) == (2, 2)
+
+
+def test_rows_that_go_while_they_are_read_leave_what_is_left_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    rb, given, now = queue(), list[float](), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    where = "engram.data.replay_buffers.buffers.buffer.deadline_of"
+    monkeypatch.setattr(where, lambda timeout: (given.append(timeout), now[0] + (0 if len(given) > 1 else timeout))[1])
+
+    def replace() -> None:
+        rb.empty()
+        now[0] += 400.0
+
+    before_next_read(monkeypatch, replace)
+    with pytest.raises(TimeoutError, match="sample waits for 4 more rows"):
+        rb.sample(timeout=500.0)
+    assert given == [500.0, 100.0]
 
 
 @pytest.mark.parametrize("loop", [False, True])

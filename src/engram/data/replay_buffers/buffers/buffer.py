@@ -8,6 +8,7 @@ import functools
 import math
 import os
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
@@ -48,7 +49,7 @@ from engram.data.replay_buffers.buffers.stats import (
     shown_content,
     writers_of,
 )
-from engram.data.replay_buffers.buffers.waiting import SHUT_DOWN
+from engram.data.replay_buffers.buffers.waiting import SHUT_DOWN, deadline_of
 from engram.data.replay_buffers.reading.reader import MANY_ROWS, EpochOverError, LoopEpochs
 from engram.data.replay_buffers.reading.reuse import why_not_reusable
 from engram.data.replay_buffers.samplers.base import Sampler, as_sampler, user_object
@@ -720,7 +721,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
             parts.reader.check_room(n)
         counted: Any = None
         if wait is not None or timeout is not None:
-            counted = parts.waits.take(n, wait, timeout)
+            deadline = deadline_of(timeout)
+            counted = parts.waits.take(n, wait, deadline)
             parts = self._parts  # which may be others by now
         elif (watched := parts.flow.watched) is not None and (taken := watched.take_samples(n)):
             counted = n if taken > 0 else parts.waits.take(n, None, None)
@@ -741,7 +743,8 @@ class ReplayBuffer(SentByState, MadeFromParts, PartlyCopied, Generic[T]):
         except BaseException as error:
             parts.waits.undo(counted)
             if isinstance(error, QueueShortError):  # rows of this batch were overwritten before they were read
-                return self.sample(n, return_info, as_numpy=as_numpy, wait=wait, timeout=timeout)
+                left = None if timeout is None or deadline is None else max(0.0, deadline - time.monotonic())
+                return self.sample(n, return_info, as_numpy=as_numpy, wait=wait, timeout=left)
             if isinstance(error, MemoryError):
                 raise OutOfMemoryError(f"no memory for a batch of {n} rows ({error}); sample fewer") from error
             raise

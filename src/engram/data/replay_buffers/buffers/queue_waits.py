@@ -50,7 +50,7 @@ class QueueWaits(Waits):
         with storage.mutex:
             self._of_table.name_queue(sampler.setting)
 
-    def take_until(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
+    def take(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
         sampler, storage = self._queue_sampler, self._storage
         if self._of_table.conflict:
             raise ValueError(self._of_table.conflict)
@@ -88,7 +88,7 @@ class QueueWaits(Waits):
             for_rows._replace(hopeless=lambda: for_rows.hopeless() or self._why_stuck(n))(deadline)
         if self.successor is not None:
             sampler.put_off()
-            return self.successor.take_until(n, wait, deadline)
+            return self.successor.take(n, wait, deadline)
         return sampler.put_off
 
     def take_next(self, n: int) -> tuple[int, Callable[[], None] | None]:

@@ -52,24 +52,20 @@ class Waits:
         self.successor: Waits | None = None
 
     # ---- who samples ----
-    def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
+    def take(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
         """Counts n rows as drawn, as soon as they may be.
 
         Returns: gives them back where they are not drawn after all; None: nothing was counted.
 
         Args:
             wait: False: not at all; None: for the bound of the store; True: also until the sampler has a batch.
-            timeout: seconds, at most; where it is given it waits as for True.
+            deadline: of `time.monotonic`, until then at most; where there is one it waits as for True.
 
         Raises:
             RuntimeError: with `wait=False`, they may not be drawn now; or they never may.
             TimeoutError: they may not be drawn until then.
             ValueError: no batch of so many rows may ever be drawn.
         """
-        return self.take_until(n, wait, deadline_of(timeout))
-
-    def take_until(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
-        """As `take`, until a moment of `time.monotonic`; None: any time."""
         limit = self._limit()
         if limit is None and wait is None and deadline is None:
             return None
@@ -96,7 +92,7 @@ class Waits:
         else:
             self._wait(ready, lambda: self._lacks_rows(n), self._no_writer, inserts=False)(deadline)
         if self.successor is not None and taken <= 0:
-            return self.successor.take_until(n, wait, deadline)
+            return self.successor.take(n, wait, deadline)
         return functools.partial(self._give_back, n) if taken > 0 else None
 
     def take_next(self, n: int) -> tuple[int, Callable[[], None] | None]:
@@ -428,16 +424,16 @@ class WaitsOfMembers(Waits):
     def fills_up(self) -> bool:
         return False  # no member is written to by the ensemble
 
-    def take(self, n: int, wait: bool | None, timeout: float | None) -> Callable[[], None] | None:
+    def take(self, n: int, wait: bool | None, deadline: float | None) -> Callable[[], None] | None:
         if self.flow.watched is None or not self.flow.take_samples(n):
-            return super().take(n, wait, timeout)
+            return super().take(n, wait, deadline)
         if self._prefetch:
             raise ValueError(
                 "an ensemble of buffers with rate limiters draws each batch when it is wanted: make it without prefetch"
             )
         with self._ensemble.lock:
             ids, each = self._ensemble.choose_ahead(n)
-        deadline, taken = deadline_of(timeout), contextlib.ExitStack()
+        taken = contextlib.ExitStack()
 
         def forget() -> None:
             with self._ensemble.lock:
@@ -446,7 +442,7 @@ class WaitsOfMembers(Waits):
         taken.callback(forget)
         try:
             for i, parts in sorted(Counter(ids).items()):
-                if give_back := self._of_members[i].take_until(parts * each, wait, deadline):
+                if give_back := self._of_members[i].take(parts * each, wait, deadline):
                     taken.callback(give_back)
         except BaseException:
             taken.close()
