@@ -122,7 +122,11 @@ void bind_queue(nb::module_& m) {
       .def("restore", [](const StoreQueue& q, uint64_t l, uint64_t consumed, uint64_t kept) {
         check_lane(q.looked(), l);
         q.changed().restore(l, consumed, kept);
-      }, "lane"_a, "consumed"_a, "kept"_a);
+      }, "lane"_a, "consumed"_a, "kept"_a)
+      .def("restore_counts", [](const StoreQueue& q, uint64_t missed, uint64_t stale) {
+        Flow& flow = q.written().lanes.flow();
+        flow.missed.store(missed), flow.stale.store(stale);
+      }, "missed"_a, "stale"_a);
 }
 
 }  // namespace engram

@@ -185,12 +185,13 @@ class Queue {
     count(replaced + lost, 0);
     return replaced;
   }
-  // Rows that were handed out, and are kept until they are let go.
+  // Rows that were handed out, and are kept until they are let go. Where writers overwrite, some of them may be gone.
   uint64_t kept_rows() const {
     uint64_t n = 0;
     for (uint64_t l = 0; l < lanes_.count(); ++l) {
       const auto lane = lanes_.queue(l);
-      const uint64_t kept = StdMemory::load(lane.kept), consumed = StdMemory::load(lane.consumed);
+      const uint64_t first = lane.rows.look().first * lanes_.envs(), consumed = StdMemory::load(lane.consumed);
+      const uint64_t kept = std::max(StdMemory::load(lane.kept), first);
       n += consumed > kept ? consumed - kept : 0;
     }
     return n;

@@ -526,6 +526,28 @@ def test_what_was_handed_out_is_saved_with_the_rows(tmp_path):
     assert not twin.can_sample(1) and twin.stats().waiting == 0
 
 
+def test_the_version_that_trains_and_what_was_passed_are_saved_with_the_rows(tmp_path):
+    def made():
+        return queue(capacity=8, batch_size=2, front=TensorDictReplayBuffer, full="overwrite", max_staleness=1)
+
+    rb = made()
+    rb.extend(versioned([0, 3, 3, 1, 3, 2, 3, 3]))
+    rb.sampler.consumer_version = 3
+    assert rb.sample()["x"].tolist() == [1, 2]
+    rb.extend(versioned([3, 3, 3, 3, 3], 8))  # over two that were not handed out
+    rb.dumps(tmp_path)
+    state = rb.state_dict()
+    for load in (lambda twin: twin.loads(tmp_path), lambda twin: twin.load_state_dict(state)):
+        twin = made()
+        twin.extend(versioned([9]))
+        twin.sampler.consumer_version = 9
+        load(twin)
+        assert twin.stats().versions == (2, 3)
+        assert twin.sample()["x"].tolist() == [5, 6]
+        assert (twin.stats().missed, twin.stats().stale) == (2, 1)
+    assert rb.sample()["x"].tolist() == [5, 6] and rb.stats().missed == 2
+
+
 def test_a_fork_of_a_buffer_in_private_memory_takes_rows_of_its_own_copy():
     rb = queue(capacity=8)
     rb.extend(torch.arange(8))

@@ -113,6 +113,16 @@ def test_rows_keep_their_places_until_they_are_committed():
     assert taken(rb, 8) == list(range(4, 12)) and rb.stats().uncommitted == 8
 
 
+def test_rows_that_were_overwritten_wait_for_no_commit():
+    rb = queue(capacity=8, full="overwrite")
+    rb.extend(torch.arange(8))
+    taken(rb, 6)
+    rb.extend(torch.arange(8, 12))
+    assert rb.stats().uncommitted == 2
+    rb.extend(torch.arange(12, 20))
+    assert rb.stats().uncommitted == 0
+
+
 def test_a_checkpoint_that_fails_lets_nothing_go():
     rb = queue(capacity=8)
     rb.extend(torch.arange(8))

@@ -24,7 +24,10 @@ _LANE = forms.record(
         "ticket": _COUNT, "left": _COUNT, "goes_on": forms.boolean, "carried": _BITS,
         "removed": forms.record({"first": _COUNT, "bits": forms.text}),
         "rate": forms.record({"written": _COUNT, "drawn": _COUNT}),
-        "queue": forms.record({"consumed": _SEQUENCE, "kept": _SEQUENCE}),
+        "queue": forms.record(
+            {"consumed": _SEQUENCE, "kept": _SEQUENCE},
+            {"version": _SEQUENCE, "missed": _SEQUENCE, "stale": _SEQUENCE},
+        ),
     },
 )  # fmt: skip
 _COUNTERS = forms.record({"lane_capacity": forms.nullable(_COUNT), "envs": _COUNT, "lanes": forms.list_of(_LANE)})

@@ -145,8 +145,9 @@ class Lanes:
         each row from `first` on, the lowest of a byte first, in base 64; in the last lane `rate`, of a store with
         a rate limiter: the rows `written` and `drawn` since its counts began; `queue`, of one: the rows of the lane,
         counted as its environments' steps one after the other, below which all were handed out (`consumed`), and below
-        which they may be overwritten (`kept`). A lane's end is a seam, unless this
-        process writes there or was the last to write: a process that loads the save goes on as this one would.
+        which they may be overwritten (`kept`); in the last lane also the `version` of the policy that trains, and how
+        many rows were `missed` and `stale`. A lane's end is a seam, unless this process writes there or was the last to
+        write: a process that loads the save goes on as this one would.
         """
         notice_fork()
         if self.locks is not None:  # a process that only saves is a user of the store, too
@@ -188,6 +189,8 @@ class Lanes:
         if self.queue is not None and self.queue.is_one:
             for lane, consumed, kept in zip(saved, self.queue.consumed, self.queue.kept, strict=True):
                 lane["queue"] = {"consumed": consumed, "kept": kept}
+            missed = self.queue.missed + self.queue.just_missed  # whoever loads it finds only rows that are there
+            saved[-1]["queue"] |= {"version": self.queue.consumer_version, "missed": missed, "stale": self.queue.stale}
         return saved
 
     def _continues(self, lane: int, published: int) -> bool:
@@ -210,6 +213,9 @@ class Lanes:
         if (cursors := lane.get("queue")) is not None and self.queue is not None:
             consumed, kept = (max(0, cursors[name] - shift * self.envs) for name in ("consumed", "kept"))
             self.queue.restore(i, consumed, kept)
+            if (version := cursors.get("version")) is not None:
+                self.queue.consumer_version = version
+                self.queue.restore_counts(cursors.get("missed", 0), cursors.get("stale", 0))
 
     def shifts_since(self, lane_capacity: int | None) -> list[int]:
         """By how much the sequences of each lane are lower here than where the rows were saved; empty: by nothing.
