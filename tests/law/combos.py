@@ -22,9 +22,11 @@ from engram.data import (
     NestedStorageCheckpointer,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    QueueSampler,
     RandomSampler,
     RoundRobinWriter,
     SamplerWithoutReplacement,
+    SampleToInsertRatio,
     SequenceSampler,
     SliceSampler,
     SliceSamplerWithoutReplacement,
@@ -105,6 +107,19 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "sequences by step": lambda: SequenceSampler(slice_len=3, burn_in=2, weight="steps"),
     "own": OwnSampler,
     "own, with state": OwnSamplerWithState,
+    "queue": QueueSampler,
+    "queue, overwriting": lambda: QueueSampler(full="overwrite"),
+    "queue, committed": lambda: QueueSampler(commit="manual"),
+    "queue, committed, overwriting": lambda: QueueSampler(full="overwrite", commit="manual"),
+    # Rows of later trajectories have a higher version.
+    "queue, fresh": lambda: QueueSampler(max_staleness=30, version_key=("collector", "traj_ids")),
+}
+
+#: Bounds on the draws for each row written, so narrow that both sides meet them.
+LIMITERS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "ratio": lambda: SampleToInsertRatio(0.5, 8, ahead=12, behind=20),
+    "ratio of draws alone": lambda: SampleToInsertRatio(1.0, 3, ahead=8, behind=None),
 }
 
 WRITERS: dict[str, Callable[[], Any]] = {
@@ -160,10 +175,24 @@ class Combo(NamedTuple):
     prefetch: int = 0
     own_generator: bool = True
     tensordict: bool = False
+    limiter: str = "none"
 
     @property
     def place(self) -> Place:
         return STORAGES[self.storage]
+
+    @property
+    def is_queue(self) -> bool:
+        return self.sampler.startswith("queue")
+
+    @property
+    def commits(self) -> bool:
+        return self.sampler.startswith("queue, committed")
+
+    @property
+    def waits(self) -> bool:
+        """Whether those who draw or write may wait for each other."""
+        return self.is_queue or self.limiter != "none"
 
 
 LEVELS: dict[str, list[Any]] = {
@@ -176,11 +205,15 @@ LEVELS: dict[str, list[Any]] = {
     "prefetch": [0, 3],
     "own_generator": [True, False],
     "tensordict": [False, True],
+    "limiter": list(LIMITERS),
 }
 
 
 class Refusal(NamedTuple):
-    """`error` that says `says` is what combinations get for which `holds`, `when` they are "made" or "written"."""
+    """`error` that says `says` is what combinations get for which `holds`.
+
+    `when` they are "made", or "written", or "closed".
+    """
 
     why: str
     holds: Callable[[Combo], bool]
@@ -207,6 +240,22 @@ REFUSED = [
     Refusal(
         "and in one lane",
         lambda c: c.writer == "best" and c.place.lanes > 1, "written", ValueError, "lanes=1",
+    ),
+    Refusal(
+        "rows of a queue come in the order in which they were written",
+        lambda c: c.is_queue and c.writer == "best", "made", TypeError, "a TensorDictMaxValueWriter puts them",
+    ),
+    Refusal(
+        "a batch of a queue is taken when it is wanted",
+        lambda c: c.is_queue and c.prefetch > 0, "made", ValueError, "make the buffer without prefetch",
+    ),
+    Refusal(
+        "a queue has rules of its own for who waits",
+        lambda c: c.is_queue and c.limiter != "none", "made", ValueError, "either a rate limiter or is a queue",
+    ),
+    Refusal(
+        "nobody writes to an immutable dataset behind its newest row",
+        lambda c: c.is_queue and c.writer == "immutable", "closed", TypeError, "a ImmutableDatasetWriter puts them",
     ),
 ]  # fmt: skip
 
@@ -269,17 +318,31 @@ def _completed(made: dict[str, Any], missing: set[Any], chance: random.Random) -
     return Combo(**made)
 
 
-_TIED = ("storage", "writer", "checkpointer", "way")  # the factors whose levels may not go together
+# The factors whose levels may not go together.
+_TIED = ("storage", "writer", "checkpointer", "way", "sampler", "prefetch", "limiter")
 
 
 def _possible(some: dict[str, Any]) -> bool:
     """Whether a combination with these levels exists and is not refused."""
-    return _possible_ties(tuple(some.get(name) for name in _TIED))
+    return _possible_ties(tuple(some.get(name) if name not in _ALIKE else _alike(some, name) for name in _TIED))
+
+
+# Of the samplers, what is refused looks at whether it is a queue; of limiters, whether there is one.
+_ALIKE = {"sampler": ("random", "queue"), "limiter": ("none", "ratio")}
+
+
+def _alike(some: dict[str, Any], name: str) -> str | None:
+    """The level that stands for all that are alike; None: it is not decided."""
+    level = some.get(name)
+    return (
+        None if level is None else next((one for one in _ALIKE[name][::-1] if level.startswith(one)), _ALIKE[name][0])
+    )
 
 
 @functools.cache
 def _possible_ties(given: tuple[Any, ...]) -> bool:
-    free = (LEVELS[name] if level is None else [level] for name, level in zip(_TIED, given, strict=True))
+    levels = {**LEVELS, **_ALIKE}
+    free = (levels[name] if level is None else [level] for name, level in zip(_TIED, given, strict=True))
     made = (Combo(**dict(zip(_TIED, levels, strict=True))) for levels in itertools.product(*free))
     return any(exists(combo) and refusal(combo) is None for combo in made)
 
@@ -293,6 +356,8 @@ def product() -> Iterator[Combo]:
         combo = Combo(s, d, w, checkpointer=c, **{name: next(turns[name]) for name in others})
         if combo.way == "in memory" or not exists(combo):
             combo = combo._replace(way="incremental")
+        if combo.is_queue:
+            combo = combo._replace(prefetch=0, limiter="none")
         yield combo
         if c == "rows":
             yield combo._replace(way="in memory")

@@ -15,6 +15,7 @@ from engram.data import (
     ReplayBuffer,
     ReplayBufferEnsemble,
     SamplerWithoutReplacement,
+    SampleToInsertRatio,
     SliceSamplerWithoutReplacement,
     TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
@@ -41,6 +42,7 @@ class Members(NamedTuple):
     best: bool = False  # the first member keeps the best
     own_generators: bool = False  # the members', and none of the ensemble
     prefetch: int = 0
+    limited: bool = False  # the first member keeps a ratio
     settings: dict[str, Any] = {}
 
     def make(self, folder: Path, seed: int) -> ReplayBufferEnsemble:
@@ -55,6 +57,8 @@ class Members(NamedTuple):
             )
             if self.best and i == 0:
                 parts["writer"] = TensorDictMaxValueWriter()
+            if self.limited and i == 0:
+                parts["rate_limiter"] = SampleToInsertRatio(0.5, 8, ahead=8, behind=12)
             members.append(
                 self.kind(
                     storage=made, sampler=sampler(), transform=None if transform is None else transform(),
@@ -87,6 +91,7 @@ ENSEMBLES = {
         samplers=(OwnSamplerWithState, SamplerWithoutReplacement), kind=ReplayBuffer, transforms=(RewardSum, None)
     ),
     "members with generators": Members(own_generators=True, samplers=(RandomSampler, SamplerWithoutReplacement)),
+    "one keeps a ratio": Members(limited=True, settings={"num_buffer_sampled": 3}),
     "ahead": Members(prefetch=3, samplers=(SamplerWithoutReplacement, lambda: PrioritizedSampler(None, 0.7, 0.5))),
     "ahead, members with generators": Members(
         prefetch=3, own_generators=True, samplers=(SamplerWithoutReplacement, OwnSamplerWithState)
@@ -99,6 +104,7 @@ class EnsembleWorld:
 
     def __init__(self, members: Members, folder: Path, seed: int = 1) -> None:
         folder.mkdir(parents=True)
+        self.limited = members.limited
         self.rb = members.make(folder, seed)
         self.time, self.info = 0, None
 
@@ -107,18 +113,26 @@ class EnsembleWorld:
         try:
             with settled():
                 said = getattr(self, name)()
-        except (RuntimeError, ValueError, KeyError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, TimeoutError) as error:
             said = (type(error).__name__, str(error))
         return frozen(said)
 
     def extend(self) -> Any:
         self.time += 9
-        return [rb.extend(steps(self.time + 70 * i, 9 + 4 * i, 0)) for i, rb in enumerate(self._members())]
+        each = [steps(self.time + 70 * i, 9 + 4 * i, 0) for i in range(len(self.rb))]
+        # The first member comes last: where it would wait for draws, there is a TimeoutError.
+        at_once = {"timeout": 0} if self.limited else {}
+        return [rb.extend(data, **at_once) for rb, data in zip(self._members()[::-1], each[::-1], strict=True)]
 
     def _members(self) -> list[Any]:
         return [self.rb[i] for i in range(len(self.rb))]
 
+    def check_batch(self) -> None:
+        if self.limited and not self.rb.can_sample():
+            raise IndexError("no batch can be drawn")
+
     def sample(self) -> Any:
+        self.check_batch()
         batch, self.info = self.rb.sample(return_info=True)
         return batch, self.info
 
@@ -127,7 +141,8 @@ class EnsembleWorld:
         return self.rb[1].sample()
 
     def iterate(self) -> Any:
-        return list(itertools.islice(self.rb, 2))
+        self.check_batch()
+        return list(itertools.islice(self.rb, 1 if self.limited else 2))
 
     def update(self) -> Any:
         if self.info is None:

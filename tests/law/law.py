@@ -14,10 +14,11 @@ from law.world import Memory, World, difference
 # Everything that can happen, with loads in the middle of epochs, of trajectories and of the ring's turns.
 PROGRAM = [
     "extend", "sample", "add", "extend_whole_trajectories", "sample", "update", "sample", "replace", "iterate",
-    "replace_present", "extend_whole_trajectories", "settings", "sample_three", "others", "update_one", "sample",
-    "extend_list", "iterate", "mark", "release", "others", "sample", "flush", "finish_epoch",
-    "extend_whole_trajectories", "sample", "empty", "extend_whole_trajectories", "sample", "extend_beyond", "update",
-    "sample_three", "extend", "sample_three", "update", "extend_whole_trajectories", "sample", "iterate",
+    "replace_present", "position", "extend_whole_trajectories", "settings", "sample_three", "others", "update_one",
+    "sample", "commit", "extend_list", "iterate", "mark", "release", "seek", "others", "sample", "flush", "commit",
+    "finish_epoch", "extend_whole_trajectories", "sample", "empty", "extend_whole_trajectories", "sample",
+    "extend_beyond", "update", "sample_three", "position", "extend", "settings", "sample_three", "commit", "update",
+    "extend_whole_trajectories", "sample", "seek", "iterate",
 ]  # fmt: skip
 DRAWS = ["extend_whole_trajectories", "extend_whole_trajectories"] + ["sample", "iterate", "sample", "sample_three"] * 3
 
@@ -26,6 +27,7 @@ class Saved(NamedTuple):
     """What was saved after a step, and how to bring it into a new world."""
 
     after: int
+    capacity: int
     memory: Memory
     load: Callable[[World], World]
 
@@ -103,18 +105,20 @@ class Trial:
         way, rb, memory = self.combo.way, world.rb, world.memory
         if way == "in memory":
             state = rb.state_dict()
-            return Saved(k, memory, lambda twin: _loaded(twin, lambda: twin.rb.load_state_dict(state))), None
+            return Saved(
+                k, world.capacity, memory, lambda twin: _loaded(twin, lambda: twin.rb.load_state_dict(state))
+            ), None
         path = self.folder / ("saved" if way != "whole" else f"saved-{k}")
         if way == "background":
             handle = rb.dumps(path, blocking=False, keep_last=999)
-            return Saved(k, memory, lambda twin: _loads(twin, path, handle.result())), handle.result
+            return Saved(k, world.capacity, memory, lambda twin: _loads(twin, path, handle.result())), handle.result
         rb.dumps(path, keep_last=999)
         name = f"g-{len(list(path.glob('g-*'))):06d}"
         if way == "reopened" and rb.storage.initialized:
             copy = self.new_folder()
             shutil.copytree(rb.storage.scratch_dir, copy / "store", dirs_exist_ok=True)
-            return Saved(k, memory, lambda twin: self.reopened(twin, copy / "store", path, name)), None
-        return Saved(k, memory, lambda twin: _loads(twin, path, name)), None
+            return Saved(k, world.capacity, memory, lambda twin: self.reopened(twin, copy / "store", path, name)), None
+        return Saved(k, world.capacity, memory, lambda twin: _loads(twin, path, name)), None
 
     def reopened(self, twin: World, store: Path, path: Path, name: str) -> World:
         """The store as it was left, with a checkpoint of the other parts."""
@@ -165,7 +169,9 @@ class Trial:
             use(twin)
         twin.closed()
         twin = saved.load(twin)
-        twin.memory = saved.memory
+        twin.goes_on()
+        # The rows of a larger buffer have other numbers.
+        twin.memory = saved.memory if capacity == saved.capacity else saved.memory._replace(position=None)
         return twin
 
     @staticmethod
@@ -183,7 +189,8 @@ class Trial:
 
 def use(world: World) -> None:
     """Another life, before the load."""
-    for k, name in enumerate(("extend_beyond", "sample", "update", "iterate", "settings", "replace", "extend")):
+    names = ("extend_beyond", "sample", "update", "iterate", "settings", "commit", "replace", "extend")
+    for k, name in enumerate(names):
         world.memory = world.memory._replace(time=world.memory.time + 300 * (k == 0))
         world.step(name, 500 + k)
 

@@ -113,6 +113,22 @@ def restored(change: Callable[[list[Any]], list[Any]]) -> Callable[[Patch], None
     return plant
 
 
+def with_lanes(name: str, **values: Any) -> Callable[[Patch], None]:
+    """What the lanes of a table say of their rate limiter, or of their queue, comes back changed."""
+
+    def restore(original: Any, self: Any, i: int, lane: dict[str, Any], shift: int) -> None:
+        said = lane.get(name)
+        changed = {key: value(said) if callable(value) else value for key, value in values.items()} if said else {}
+        original(self, i, {**lane, name: {**said, **changed}} if said else lane, shift)
+
+    return around(Lanes, "restore_lane", restore)
+
+
+def _no_flow(original: Any, self: Any) -> list[dict[str, Any]]:
+    """Nothing is saved of who waits for whom."""
+    return [{key: value for key, value in lane.items() if key not in ("rate", "queue")} for lane in original(self)]
+
+
 def _one_less(ranges: list[list[int]]) -> list[list[int]]:
     return [[first, max(1, rows - 1)] for first, rows in ranges]
 
@@ -239,6 +255,26 @@ MUTANTS = {
     "the order of a list": Mutant(
         around(ItemRows, "restore", lambda f, self, items, *more: f(self, items[::-1], *more)),
         Combo("list", checkpointer="items"),
+    ),
+    # ---- queues and rate limiters ----
+    "which rows were handed out": Mutant(with_lanes("queue", consumed=0, kept=0), Combo(sampler="queue")),
+    "which rows were handed out, of those that are overwritten": Mutant(
+        with_lanes("queue", consumed=lambda queue: queue["consumed"] - 1), Combo(sampler="queue, overwriting")
+    ),
+    "which rows are committed": Mutant(with_lanes("queue", kept=0), Combo(sampler="queue, committed")),
+    "which rows are not committed": Mutant(
+        with_lanes("queue", kept=lambda queue: queue["consumed"]), Combo(sampler="queue, committed", way="in memory")
+    ),
+    "the version that trains": Mutant(with_lanes("queue", version=0), Combo(sampler="queue, fresh")),
+    "how many rows were missed": Mutant(with_lanes("queue", missed=0), Combo(sampler="queue, committed, overwriting")),
+    "how many rows were too old": Mutant(with_lanes("queue", stale=0), Combo(sampler="queue, fresh")),
+    "a queue": Mutant(around(Lanes, "saved_states", _no_flow), Combo("shared, lanes", "queue", way="background")),
+    "how many rows were drawn": Mutant(with_lanes("rate", drawn=0), Combo(limiter="ratio")),
+    "how many rows were written since draws are counted": Mutant(
+        with_lanes("rate", written=lambda rate: rate["written"] + 1), Combo(limiter="ratio of draws alone")
+    ),
+    "the counts of a rate limiter": Mutant(
+        around(Lanes, "saved_states", _no_flow), Combo("shared, lanes", way="in memory", limiter="ratio")
     ),
     # ---- transforms ----
     "rows that are held back": Mutant(

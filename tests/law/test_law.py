@@ -25,6 +25,11 @@ pytestmark = pytest.mark.quick
 TIED = [
     Combo(storage, writer=writer, checkpointer=checkpointer)
     for storage, writer, checkpointer in itertools.product(*(LEVELS[k] for k in ("storage", "writer", "checkpointer")))
+] + [
+    Combo(sampler=sampler, writer=writer, prefetch=prefetch, limiter=limiter)
+    for sampler, writer, prefetch, limiter in itertools.product(
+        *(LEVELS[k] for k in ("sampler", "writer", "prefetch", "limiter"))
+    )
 ]
 
 
@@ -88,8 +93,10 @@ def test_what_is_refused_by_design_says_so(why: int, folder: Callable[[], Path])
     for combo in found:
         with pytest.raises(REFUSED[why].error, match=REFUSED[why].says):
             world = World(combo, folder())
-            assert REFUSED[why].when == "written"
+            assert REFUSED[why].when != "made"
             world.rb.extend(steps(0, 3, combo.place.envs))
+            assert REFUSED[why].when == "closed"
+            world.closed()
 
 
 @pytest.mark.deep

@@ -17,10 +17,12 @@ import pytest
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from contracts.waiting import seems_alone
 from engram import _native
 from engram.data import ReplayBuffer, Storage, TensorDictReplayBuffer, TensorStorage
 from engram.data.replay_buffers.reading import prefetch
-from law.combos import CAPACITY, CHECKPOINTERS, SAMPLERS, TRANSFORMS, WRITERS, Combo
+from engram.store.positions import position_at
+from law.combos import CAPACITY, CHECKPOINTERS, LIMITERS, SAMPLERS, TRANSFORMS, WRITERS, Combo
 
 # ---- steps as environments bring them: every value follows from the time and the environment ----
 _LENGTHS = [3, 5, 2, 7, 4, 6, 3, 9]
@@ -156,6 +158,7 @@ def use_prompt_threads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefetch, "ThreadPoolExecutor", PromptPool)
     make = _native.CopyThreads
     patch.setattr(_native, "CopyThreads", lambda most: make(0))
+    seems_alone(patch)
 
 
 @contextlib.contextmanager
@@ -176,6 +179,7 @@ class Memory(NamedTuple):
     time: int = 0
     index: Any = None
     generation: Any = None
+    position: Any = None  # of each lane of a queue, the row behind those that were handed out; and the version
 
 
 class World:
@@ -185,6 +189,8 @@ class World:
         self.combo, self.folder, self.seed, self.capacity = combo, folder, seed, capacity
         self.memory = Memory()
         self.rb = self._made(self._storage()) if rb is None else rb
+        if self.combo.commits:
+            self.rb.seek(None)
 
     # ---- making ----
     def _storage(self) -> Storage:
@@ -196,7 +202,8 @@ class World:
     def _tensors(self, total: int) -> Storage:
         """Around tensors with the keys that will be written, empty."""
         envs = self.combo.place.envs
-        like = World(self.combo._replace(storage="memory, envs" if envs else "memory"), self.folder, capacity=99)
+        plain = {"storage": "memory, envs" if envs else "memory", "sampler": "random", "limiter": "none"}
+        like = World(self.combo._replace(**plain), self.folder, capacity=99)
         like.rb.extend(steps(0, 60, envs))
         row = like.rb.storage.get(0)
         data = row.expand(self.capacity, *row.batch_size).clone()
@@ -216,7 +223,7 @@ class World:
             "sampler": SAMPLERS[combo.sampler](), "prefetch": combo.prefetch, "batch_size": BATCH,
             "generator": torch.Generator().manual_seed(self.seed) if combo.own_generator else None,
             "checkpointer": None if combo.way == "in memory" else CHECKPOINTERS[combo.checkpointer](),
-            "track_generations": combo.tensordict,
+            "track_generations": combo.tensordict, "rate_limiter": LIMITERS[combo.limiter](),
         }  # fmt: skip
 
     def with_transforms(self, rb: Any) -> Any:
@@ -229,6 +236,12 @@ class World:
         if self.combo.writer == "immutable":
             self.rb.set_writer(WRITERS["immutable"]())
 
+    def goes_on(self) -> None:
+        """Rows were loaded: whoever takes them out of a queue, and commits, has a model of the same moment."""
+        if self.combo.commits:
+            lanes = self.rb.storage.lanes
+            self.rb.seek(position_at(lanes, lanes.queue.consumed) if self.rb.storage.initialized else None)
+
     def new_folder(self) -> Path:
         return next(path for i in itertools.count() if not (path := self.folder / f"store-{i}").exists())
 
@@ -239,7 +252,7 @@ class World:
         try:
             with settled():
                 said = getattr(self, name)()
-        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError, TimeoutError) as error:
             said = (type(error).__name__, str(error))
         if self.combo.way == "reopened":
             if self.rb.storage.initialized:
@@ -252,23 +265,34 @@ class World:
         self.memory = self.memory._replace(time=time + count)
         return steps(time, count, self.combo.place.envs)
 
+    # Where those who write may wait, they write at once what there is room for, and a TimeoutError says how much that
+    # was: there is no other thread that would make more. Nobody draws before there is a batch.
+    @property
+    def _at_once(self) -> dict[str, Any]:
+        return {"timeout": 0} if self.combo.waits else {}
+
+    def _check_batch(self) -> None:
+        if self.combo.waits and not self.rb.can_sample():
+            raise IndexError("no batch can be drawn")
+
     def extend(self) -> Any:
-        return self.rb.extend(self._data(5))
+        return self.rb.extend(self._data(5), **self._at_once)
 
     def extend_whole_trajectories(self) -> Any:
-        return self.rb.extend(self._data(10))
+        return self.rb.extend(self._data(10), **self._at_once)
 
     def extend_beyond(self) -> Any:
-        return self.rb.extend(self._data(2 * CAPACITY + 5))
+        return self.rb.extend(self._data(2 * CAPACITY + 5), **self._at_once)
 
     def extend_list(self) -> Any:
         data = self._data(3)
-        return self.rb.extend(list(data.unbind(-1)))
+        return self.rb.extend(list(data.unbind(-1)), **self._at_once)
 
     def add(self) -> Any:
-        return self.rb.add(self._data(1)[..., 0])
+        return self.rb.add(self._data(1)[..., 0], **self._at_once)
 
     def sample(self) -> Any:
+        self._check_batch()
         batch, info = self.rb.sample(return_info=True)
         self.memory = self.memory._replace(index=info["index"], generation=info.get("generation"))
         return batch, info
@@ -277,10 +301,20 @@ class World:
         return [self.sample() for _ in range(3)]
 
     def iterate(self) -> Any:
-        return list(itertools.islice(self.rb, 2))
+        return self._batches(2)
 
     def finish_epoch(self) -> Any:
-        return list(itertools.islice(self.rb, 20))
+        return self._batches(20)
+
+    def _batches(self, most: int) -> list[Any]:
+        # A loop over a queue that nobody else can write to ends by itself, with the rest as a shorter batch.
+        ends = self.combo.is_queue and not self.combo.commits and self.rb.storage.lanes.copied_by_fork
+        found: list[Any] = []
+        for batch in itertools.islice(self.rb, most if ends or not self.combo.waits or self.rb.can_sample() else 0):
+            found.append(batch)
+            if self.combo.waits and not ends and not self.rb.can_sample():
+                break
+        return found
 
     def update(self) -> Any:
         """Priorities of what was drawn last, some of several numbers each."""
@@ -294,6 +328,9 @@ class World:
         return self.rb.update_priority(index, torch.tensor(9.0))
 
     def flush(self) -> Any:
+        lanes = self.rb.storage.lanes
+        if self.combo.waits and not (lanes.store.may_insert() and (lanes.queue is None or lanes.queue.room > 9)):
+            raise IndexError("no room")
         return self.rb.flush_transforms()
 
     def replace(self) -> Any:
@@ -311,6 +348,7 @@ class World:
         return self.rb.mark_update(self._drawn())
 
     def empty(self) -> Any:
+        self.memory = self.memory._replace(position=None)
         return self.rb.empty()
 
     def settings(self) -> Any:
@@ -318,17 +356,39 @@ class World:
         sampler = self.rb.sampler
         if hasattr(sampler, "beta"):
             sampler.beta = 0.9
+        if self.combo.is_queue and self.rb.storage.initialized:
+            sampler.consumer_version = _KNOWN[0][0][self.memory.time]
+
+    def position(self) -> Any:
+        """Of the rows that were handed out of a queue, for a checkpoint."""
+        if self.combo.is_queue:
+            position = self.rb.position()
+            self.memory = self.memory._replace(position=(position["rows"], position["version"]))
+        return self.memory.position
+
+    def commit(self) -> Any:
+        return self.rb.commit(self._sought()) if self.combo.is_queue else None
+
+    def seek(self) -> Any:
+        """Back to the last position; what it was taken of is the model of this world."""
+        return self.rb.seek(self._sought()) if self.combo.is_queue else None
+
+    def _sought(self) -> Any:
+        if self.memory.position is None:
+            raise IndexError("no position")
+        rows, version = self.memory.position
+        return {**position_at(self.rb.storage.lanes, rows), "version": version}
 
     def others(self) -> Any:
         """Other processes write to lanes of their own."""
         if self.combo.place.lanes < 2:
-            return self.rb.extend(self._data(4))
+            return self.rb.extend(self._data(4), **self._at_once)
         with contextlib.ExitStack() as opened:
             for count in (4, 9):
                 storage = pickle.loads(bytes(ForkingPickler.dumps(self.rb.storage)))
                 opened.callback(storage.close)
                 other = self.with_transforms(ReplayBuffer(storage=storage, writer=type(self.rb.writer)()))
-                other.extend(self._data(count))
+                other.extend(self._data(count), **self._at_once)
         return len(self.rb)
 
     def release(self) -> Any:
@@ -356,13 +416,30 @@ class World:
         saved = rb.state_dict()
         for lane in saved["storage"].get("counters", {}).get("lanes", []):
             lane["seams"] = [seam for seam in lane.get("seams", []) if seam > lane["base"]]
+            if "queue" in lane:  # rows that were overwritten are gone, whatever was done with them
+                first = lane["base"] * max(1, self.combo.place.envs)
+                lane["queue"] |= {name: max(lane["queue"][name], first) for name in ("consumed", "kept")}
         if not rb.write_count:  # what a twin keeps of the layout of its life before, nobody sees before the first row
             return frozen({"length": len(rb), "generator": saved["generator"]})
         numbers = lanes.generations(torch.arange(lanes.capacity))
         cursor = rb.writer._cursor
         return frozen(
-            {"length": len(rb), "written": rb.write_count, "cursor": cursor, "generations": numbers, "saved": saved}
-        )
+            {
+                "length": len(rb), "written": rb.write_count, "cursor": cursor, "generations": numbers, "saved": saved,
+                "figures": self._figures(),
+            }
+        )  # fmt: skip
+
+    def _figures(self) -> dict[str, Any]:
+        """What there is to know of who waits for whom."""
+        if not self.combo.waits:
+            return {}
+        stats, queue = self.rb.stats(), self.rb.storage.lanes.queue
+        names = ("samples", "samples_per_insert", "waiting", "uncommitted", "stale", "versions")
+        found = {name: getattr(stats, name) for name in names}
+        # Those that were overwritten since the last batch count as missed with the next one.
+        missed = stats.missed + queue.just_missed if self.combo.is_queue else 0
+        return {**found, "missed": missed}
 
     def contents(self) -> Any:
         """What a buffer of another capacity has, too: rows by age, priorities, what transforms carry."""
@@ -371,7 +448,8 @@ class World:
         rows = {key: value for key, value in saved["storage"].items() if key in ("rows", "items", "layout")}
         said = {key: saved[key] for key in ("transform", "generator")}
         sampler = {key: value for key, value in saved["sampler"].items() if key in ("max_priority", "beta", "skipped")}
-        return frozen({**said, "rows": rows, "sampler": sampler, "length": len(rb), "written": rb.write_count})
+        said = {**said, "rows": rows, "sampler": sampler, "figures": self._figures()}
+        return frozen({**said, "length": len(rb), "written": rb.write_count})
 
     def end(self) -> None:
         """Threads and files are given back."""
