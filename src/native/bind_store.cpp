@@ -719,6 +719,7 @@ void bind_store(nb::module_& m) {
           s.lanes.lane(l).term.fetch_add(1);  // so that readers do not take an old row for a new one
         }
         s.lanes.header().tickets.store(0);
+        s.lanes.forget_counts();  // a save of a store that was never written has no lane that says them
       })
       .def("restore_lane", [](const Store& s, uint64_t l, uint64_t base, uint64_t published, uint64_t origin) {
         s.must_be_writable();

@@ -165,6 +165,11 @@ class Lanes {
     flow_->inserts_base.store(kCountsAnew);
     flow_->samples.store(0);
   }
+  // Before rows of a save come: what was counted of others, and the version that trained on them, are not theirs.
+  void forget_counts() const {
+    count_anew();
+    if (flow_) flow_->missed.store(0), flow_->stale.store(0), flow_->consumer_version.store(0);
+  }
   // Another number when rows were removed since; 0: none ever were. A reader that looks at the bits after it sees all that were
   // removed before.
   uint64_t removals() const { return flow_ ? flow_->removals.load(std::memory_order_acquire) : 0; }

@@ -14,9 +14,11 @@ from engram.data import (
     ListStorage,
     PrioritizedSampler,
     PrioritizedSliceSampler,
+    QueueSampler,
     RandomSampler,
     ReplayBuffer,
     SamplerWithoutReplacement,
+    SampleToInsertRatio,
     SliceSampler,
     SliceSamplerWithoutReplacement,
     StorageEnsemble,
@@ -134,3 +136,44 @@ def test_the_first_call_finds_the_rows_that_another_storage_of_the_folder_has_wr
     else:
         mine.overwrite(slots, {"x": torch.tensor([5, 6])})
         assert others.read(torch.arange(3)).batch["x"].tolist() == [5, 1, 6]
+
+
+LOADS = {
+    "state": lambda rb, saved, folder: rb.load_state_dict(saved.state_dict()),
+    "disk": lambda rb, saved, folder: (saved.dumps(folder), rb.loads(folder)),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_save_of_before_the_first_write_is_loaded_over_rows_of_several_lanes(load, tmp_path):
+    used, saved = (ReplayBuffer(storage=LazyTensorStorage(30, shared=True, lanes=3), batch_size=4) for _ in range(2))
+    used.extend(steps(10))
+    LOADS[load](used, saved, tmp_path)
+    assert len(used) == 0
+    used.extend(steps(10))
+    assert used[:]["n"].tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_a_save_of_before_the_first_write_leaves_no_counts_of_draws_of_other_rows(load, tmp_path):
+    limiter = SampleToInsertRatio(1.0, 4, error_buffer=8)
+    used, saved = (
+        ReplayBuffer(storage=LazyTensorStorage(30), batch_size=4, rate_limiter=limiter) for _ in range(2)
+    )  # fmt: skip
+    used.extend(steps(10))
+    used.sample()
+    LOADS[load](used, saved, tmp_path)
+    assert used.stats().samples == 0
+    used.extend(steps(10))
+    assert used.stats().samples == 0 and used.can_sample(12)
+    used, saved = (
+        ReplayBuffer(storage=LazyTensorStorage(4), batch_size=1, sampler=QueueSampler(full="overwrite"))
+        for _ in range(2)
+    )
+    used.extend(steps(10))
+    used.sample()
+    used.sampler.consumer_version = 5
+    assert used.stats().missed == 6
+    LOADS[load](used, saved, tmp_path / "queue")
+    used.extend(steps(3))
+    assert (used.stats().missed, used.sampler.consumer_version) == (0, 0)

@@ -295,7 +295,7 @@ class Lanes:
         """When rows with these `saved_states` are restored: goes on in the stint of the process that saved them."""
         if not self.moves_on or self.held is None:
             return
-        self.store.carried_border = saved[0].get("carried")
+        self.store.carried_border = saved[0].get("carried") if saved else None  # none: nothing had been written
         states = self.counters()
         own = [i for i, lane in enumerate(saved) if states[i]["left"] and lane.get("goes_on")]
         if own:
