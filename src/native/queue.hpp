@@ -180,7 +180,7 @@ class Queue {
       const auto lane = lanes_.queue(l);
       const auto sought = lane.seek(to[l]);
       replaced += sought.replaced, lost += sought.lost;
-      if (sought.replaced) lane.hand_out(lane.waiting().from, false);  // who seeks is told, and nobody else
+      if (sought.replaced) lane.hand_out(lane.waiting().from, true);  // who seeks is told, once, and nobody else
     }
     count(replaced + lost, 0);
     return replaced;

@@ -143,6 +143,12 @@ def test_going_back_before_what_was_committed_says_how_many_rows_are_gone():
     assert taken(rb) == [4, 5, 6, 7] and taken(rb) == [8, 9, 10, 11]
 
 
+def test_rows_that_are_gone_are_told_once():
+    rb = queue(capacity=8, full="overwrite")
+    rb.extend(torch.arange(12))
+    assert (rb.seek(None), rb.seek(None)) == (4, 0) and rb.stats().missed == 4
+
+
 def test_the_version_that_trains_goes_back_with_the_position():
     rb = queue(max_staleness=None)
     rb.extend(torch.arange(8))
