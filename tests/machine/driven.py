@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
 from engram.data import ReplayBuffer, TensorDictReplayBuffer
-from machine.parts import SAMPLERS, STORAGES, WRITERS
+from machine.limits import LIMITS
+from machine.parts import SAMPLERS, STORAGES, WRITERS, WRITERS_OF_QUEUES
 from machine.ring import Ring, Row, Source, Step, as_data, as_steps, priority_of
 
 FORBIDDEN = "immutable"
@@ -26,6 +28,7 @@ class Driven(RuleBasedStateMachine):
     places: list[tuple[str, int]] = []  # storages, and how many environments: 0 with ndim=1
     sampler_kinds: list[str] = []
     writer_kinds: list[list[str]] = []  # those of one list may follow each other
+    limit_kinds: list[str] = ["none"]
     prefetch = 0
 
     # ---- making ----
@@ -48,14 +51,25 @@ class Driven(RuleBasedStateMachine):
         self.capacity = capacity
         self.source = Source(self.envs, seed)
         self.ring = Ring(capacity, self.envs)
-        self.writers = data.draw(st.sampled_from([w for w in self.writer_kinds if not self.envs or takes_envs(w)]))
+        fitting = [w for w in self.writer_kinds if (not self.envs or takes_envs(w)) and self.samplers_of(w[0])]
+        self.writers = data.draw(st.sampled_from(fitting))
         self.writer = WRITERS[self.writers[0]]()
-        self.sampler = SAMPLERS[data.draw(st.sampled_from(self.sampler_kinds))](self.ring)
+        self.limit = LIMITS[data.draw(st.sampled_from(self.limit_kinds))](self.ring)
+        self.sampler = SAMPLERS[data.draw(st.sampled_from(self.samplers_of(self.writers[0])))](self.ring)
         self.sampler.begin()
         self.index_is_stored = self.writer.stores_index
         self.rb = self.make()
         self.ring.seam_comes = True
         self.ever: dict[Row, set[Step]] = {}  # what a batch that was prepared ahead may hold
+        self.era = 0  # another number when all rows are others, or elsewhere
+        self.taken: Any = None  # the info of the last batch of a queue, and the row behind it
+        self.at: Any = None  # a position in a queue, and what it means
+        self.sampler.go_on(self.rb)
+
+    def samplers_of(self, writer: str) -> list[str]:
+        """Those that go with this writer: rows of a queue come in turn, when they are wanted, and it has no limiter."""
+        takes = writer in WRITERS_OF_QUEUES and not self.prefetch and self.limit_kinds == ["none"]
+        return [kind for kind in self.sampler_kinds if takes or not SAMPLERS[kind].is_queue]
 
     def make(self) -> Any:
         """A buffer of a storage that is made with the first of the writers."""
@@ -70,7 +84,8 @@ class Driven(RuleBasedStateMachine):
         generator = torch.Generator().manual_seed(1)
         return {
             "sampler": self.sampler.make(), "writer": self.writer.make(), "generator": generator,
-            "prefetch": self.prefetch, "batch_size": 1,  # as one is needed where the last batch of an epoch is dropped
+            "prefetch": self.prefetch, "rate_limiter": self.limit.make(),
+            "batch_size": 1,  # as one is needed where the last batch of an epoch is dropped
         }  # fmt: skip
 
     def next_folder(self) -> Path:
@@ -80,9 +95,45 @@ class Driven(RuleBasedStateMachine):
     def data(self, columns: list[list[Step]]) -> Any:
         return as_data(columns, self.envs)
 
+    # ---- who waits: an error at once where nobody else has the rows, as there is one thread; else for ever ----
+    @property
+    def may_wait(self) -> bool:
+        return self.sampler.is_queue or self.limit.binds
+
+    @property
+    def is_alone(self) -> bool:
+        return self.storage_kind.is_private
+
+    def asked(self) -> dict[str, Any]:
+        """How batches are asked for."""
+        return {"wait": False} if self.may_wait and not self.is_alone else {}
+
+    def wrote_all(self, columns: list[list[Step]]) -> list[int]:
+        """Columns were written, as many as there was room for: their slots."""
+        where: list[int] = []
+        while len(where) < len(columns) and self.limit.may_write() and (fits := self.sampler.room()):
+            where += self.wrote(columns[len(where) :][:fits])
+            if self.limit.binds:  # it looks before the first row of a batch
+                break
+        return where
+
+    def write(self, write: Callable[..., Any], columns: list[list[Step]]) -> tuple[Any, list[int]]:
+        """Writes, or is held back as it must be: what the call gave, and the slots."""
+        if self.writer.forbids:
+            self.forbidden(write)
+            return None, []
+        where = self.wrote_all(columns)
+        how = {"timeout": 0} if self.may_wait and not self.is_alone else {}
+        if len(where) == len(columns):
+            return write(**how), where
+        with pytest.raises(TimeoutError if how else RuntimeError, match="waits for"):
+            write(**how)
+        return None, where
+
     # ---- what happened ----
     def wrote(self, columns: list[list[Step]]) -> list[int]:
         where, out_of_turn = self.writer.write(self.ring, columns)
+        self.limit.written += sum(slot >= 0 for slot in where) * self.source.columns
         self.sampler.wrote([slot for slot in where if slot >= 0 and slot not in out_of_turn])
         self.sampler.replaced(sorted(out_of_turn))
         if self.buffer is TensorDictReplayBuffer:  # which takes priorities from the data
@@ -115,12 +166,13 @@ class Driven(RuleBasedStateMachine):
 
     def draw(self, n: int) -> list[Row]:
         """A batch, held against the oracle; its rows, none where it is refused as it must be."""
-        refusal = self.sampler.refusal(n)
+        refusal = self.refusal(n)
         if refusal:
             with pytest.raises((RuntimeError, ValueError), match=refusal):
-                self.rb.sample(n)
+                self.rb.sample(n, **self.asked())
             return []
-        batch, info = self.rb.sample(n, return_info=True)
+        batch, info = self.rb.sample(n, return_info=True, **self.asked())
+        self.limit.drawn += n
         found, rows = as_steps(batch), self.rows_of(info["index"])
         assert len(found) == len(rows)
         if self.buffer is TensorDictReplayBuffer:
@@ -129,8 +181,14 @@ class Driven(RuleBasedStateMachine):
             assert all(step in self.ever[row] for row, step in zip(rows, found, strict=True))
             return rows
         self.sampler.drew(n, rows, info, batch)
+        if self.sampler.is_queue:
+            self.taken = info, self.sampler.consumed, self.era
         assert [self.ring.step(row) for row in rows] == found
         return rows
+
+    def refusal(self, n: int) -> str | None:
+        """What the error says where n rows cannot be drawn now."""
+        return self.sampler.refusal(n) if self.limit.may_draw(n) else "sample waits for"
 
     def rows_of(self, index: Any) -> list[Row]:
         if self.envs:
@@ -138,11 +196,14 @@ class Driven(RuleBasedStateMachine):
         return [(slot, 0) for slot in index.tolist()]
 
     def draws_the_same(self, old: Any, twin: Any, n: int) -> None:
-        if self.sampler.refusal(n):
+        if refusal := self.refusal(n):
+            for rb in (old, twin):
+                with pytest.raises((RuntimeError, ValueError), match=refusal):
+                    rb.sample(n, **self.asked())
             return
         batch, info = old.sample(n, return_info=True)
         drawn: list[Any] = []
-        self.rb = _Drawn(twin, drawn)
+        self.rb = _Drawn(twin, drawn, self.rb.storage)
         self.draw(n)
         self.rb = twin
         same, said = drawn[0]
@@ -174,6 +235,18 @@ class Driven(RuleBasedStateMachine):
             assert index == [[slot, env] if self.envs else [slot] for slot, env in rows]
         self.generations_follow_each_other()
 
+    @invariant()
+    def it_counts_what_the_oracle_counts(self) -> None:
+        if self.rb is None or not self.rb.storage.initialized:
+            return
+        if self.limit.binds:
+            assert self.rb.storage.lanes.store.rate_counts[:2] == (self.limit.written, self.limit.drawn)
+        if self.sampler.is_queue:
+            found = self.rb.stats()
+            passed = found.waiting, found.uncommitted, found.missed, found.stale, found.versions[1]
+            assert passed == self.sampler.figures()
+            assert found.removed == len(self.ring.removed)
+
     def generations_follow_each_other(self) -> None:
         ring = self.ring
         found = self.rb.storage.lanes.generations(torch.arange(self.capacity * self.source.columns))
@@ -196,11 +269,11 @@ class Driven(RuleBasedStateMachine):
 class _Drawn:
     """A buffer that notes what it was asked for."""
 
-    def __init__(self, rb: Any, drawn: list[Any]) -> None:
-        self._rb, self._drawn = rb, drawn
+    def __init__(self, rb: Any, drawn: list[Any], storage: Any) -> None:
+        self._rb, self._drawn, self.storage = rb, drawn, storage
 
-    def sample(self, n: int, return_info: bool = False) -> Any:
-        self._drawn.append(self._rb.sample(n, return_info=True))
+    def sample(self, n: int, **how: Any) -> Any:
+        self._drawn.append(self._rb.sample(n, **how))
         return self._drawn[-1]
 
 

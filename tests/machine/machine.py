@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from contracts.waiting import seems_alone
 from engram.testing import chi_square
 from machine.driven import Driven
 from machine.parts import SAMPLERS, STORAGES, WRITERS
@@ -35,29 +37,30 @@ class BufferMachine(Driven):
         data = self.data(columns)
         if as_list:
             data = list(data.unbind(1 if self.envs else 0))
-        if self.writer.forbids:
-            return self.forbidden(lambda: self.rb.extend(data))
-        index = self.rb.extend(data)
-        where = self.wrote(columns)
-        assert index.tolist() == ([[t, e] for t in where for e in range(self.envs)] if self.envs else where)
+        index, where = self.write(lambda **how: self.rb.extend(data, **how), columns)
+        assert index is None or index.tolist() == (
+            [[t, e] for t in where for e in range(self.envs)] if self.envs else where
+        )
 
     @rule()
     def add(self) -> None:
+        if self.may_wait and not self.is_alone:
+            return  # it has no timeout
         columns = self.source.take(1)
         step = self.data(columns)[:, 0] if self.envs else self.data(columns)[0]
-        if self.writer.forbids:
-            return self.forbidden(lambda: self.rb.add(step))
-        index = self.rb.add(step)
-        (where,) = self.wrote(columns)
+        index, written = self.write(lambda: self.rb.add(step), columns)
+        if not written:
+            return
+        (where,) = written
         assert (index.tolist() if self.envs else index) == (
             [[where, e] for e in range(self.envs)] if self.envs else where
         )
 
-    @precondition(lambda self: self.ring.stored())
+    @precondition(lambda self: self.ring.whole())
     @rule(data=st.data(), form=st.sampled_from(["list", "tensor", "negative", "one"]))
     def replace(self, data: st.DataObject, form: str) -> None:
         stored = self.ring.stored()
-        places = st.integers(0, len(stored) - 1)
+        places = st.sampled_from([stored.index(slot) for slot in self.ring.whole()])
         chosen = [data.draw(places)] if form == "one" else data.draw(st.lists(places, unique=True, min_size=1))
         columns = self.source.take(len(chosen))
         index: Any = [c - len(stored) for c in chosen] if form == "negative" else chosen
@@ -71,10 +74,10 @@ class BufferMachine(Driven):
         self.rb[index] = given
         self.replaced([stored[c] for c in chosen], columns)
 
-    @precondition(lambda self: self.ring.stored() and not self.envs)
+    @precondition(lambda self: self.ring.whole() and not self.envs)
     @rule(data=st.data())
     def update_if_present(self, data: st.DataObject) -> None:
-        slots = data.draw(st.lists(st.sampled_from(self.ring.stored()), unique=True, min_size=1))
+        slots = data.draw(st.lists(st.sampled_from(self.ring.whole()), unique=True, min_size=1))
         stale = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
         columns = self.source.take(len(slots))
         generation = self.rb.storage.lanes.generations(torch.tensor(slots)) - torch.tensor(stale) * self.capacity
@@ -99,6 +102,8 @@ class BufferMachine(Driven):
         self.rb.empty(empty_write_count=not keep)
         self.ring.empty(keep)
         self.sampler.emptied()
+        self.limit.written = self.limit.drawn = 0
+        self.era += 1
         self.forget()
 
     def refused(self, beyond: int) -> None:
@@ -109,8 +114,10 @@ class BufferMachine(Driven):
         bad["obs"] = bad["obs"].double()
         if self.storage_kind is STORAGES["list"]:
             bad = {"a": torch.zeros(2), "b": torch.zeros(3)}
-        with pytest.raises((ValueError, TypeError, KeyError, RuntimeError)):  # RuntimeError: without a rank
-            self.rb.extend(bad)
+        how = {"timeout": 0} if self.may_wait else {}
+        # RuntimeError: without a rank. TimeoutError: it would wait first.
+        with pytest.raises((ValueError, TypeError, KeyError, RuntimeError, TimeoutError)):
+            self.rb.extend(bad, **how)
         for index in (len(self.ring.stored()) + beyond, -len(self.ring.stored()) - 1 - beyond):
             with pytest.raises(IndexError):
                 self.rb[index]
@@ -153,6 +160,7 @@ class BufferMachine(Driven):
             self.draw(n)
 
     @precondition(lambda self: self.ring.stored() and not self.prefetch and self.sampler.has_frequencies)
+    @precondition(lambda self: not self.limit.binds)
     @rule()
     def what_is_drawn_is_as_frequent_as_it_should_be(self) -> None:
         expected = self.sampler.frequencies()
@@ -166,6 +174,7 @@ class BufferMachine(Driven):
         assert chi_square(list(counts.values()), list(expected.values())) > 1e-9, (counts, expected)
 
     @precondition(lambda self: self.ring.stored() and self.sampler.may_be_short and not self.prefetch)
+    @precondition(lambda self: not self.limit.binds)
     @rule(data=st.data())
     def an_epoch(self, data: st.DataObject) -> None:
         n = data.draw(st.sampled_from(self.sampler.batch_sizes))
@@ -178,33 +187,106 @@ class BufferMachine(Driven):
         assert self.rb.sampler.ran_out or not self.sampler.sure
         self.draw(n)
 
+    # ---- a queue, and rows that were removed ----
+    def is_queue(self) -> bool:
+        return self.sampler.is_queue and self.rb.storage.initialized
+
+    @precondition(is_queue)
+    @rule(of_batch=st.booleans(), is_saved=st.booleans())
+    def position(self, of_batch: bool, is_saved: bool) -> None:
+        """Remembers where the consumer is; with `is_saved` it takes another batch, and then commits that place."""
+        self.sampler.take_part()
+        if of_batch and self.taken is not None and self.taken[2] == self.era:
+            self.at = self.rb.position(self.taken[0]), self.taken[1], self.sampler.version, self.era
+        else:
+            self.at = self.rb.position(), self.sampler.consumed, self.sampler.version, self.era
+        if is_saved:
+            self.draw(self.source.columns)
+            self.go_to("commit")
+
+    @precondition(lambda self: self.is_queue() and self.at is not None)
+    @rule(how=st.sampled_from(["commit", "seek"]))
+    def go_to(self, how: str) -> None:
+        position, to, version, era = self.at
+        use = self.rb.commit if how == "commit" else self.rb.seek
+        if era != self.era:
+            with pytest.raises(ValueError, match=r"of another store|were replaced since"):
+                use(position)
+        elif how == "commit":
+            self.sampler.take_part()
+            use(position)
+            self.sampler.committed(to)
+        else:
+            assert use(position) == self.sampler.sought(to)
+            self.sampler.version = version
+
+    @precondition(is_queue)
+    @rule()
+    def seek_what_was_committed(self) -> None:
+        assert self.rb.seek(None) == self.sampler.sought(min(self.sampler.kept, self.sampler.consumed))
+
+    @precondition(is_queue)
+    @rule(behind=st.integers(0, 4))
+    def train_a_version(self, behind: int) -> None:
+        newest = max((step.traj for row in self.ring.rows() for step in [self.ring.step(row)]), default=0)
+        self.sampler.version = self.rb.sampler.consumer_version = max(0, newest - behind)
+
+    @precondition(is_queue)
+    @rule(n=st.integers(1, 12))
+    def ask_for_a_batch(self, n: int) -> None:
+        n *= self.source.columns
+        if not self.sampler.lost:
+            assert self.rb.can_sample(n) == self.sampler.can_sample(n)
+
+    @precondition(lambda self: self.ring.stored() and all(SAMPLERS[k].knows_removed for k in self.sampler_kinds))
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(self.ring.rows()), unique=True, min_size=1, max_size=6))
+        index = torch.tensor([list(row) if self.envs else row[0] for row in rows])
+        assert self.rb.remove(index) == len(set(rows) - self.ring.removed)
+        self.ring.removed |= set(rows)
+
     # ---- other parts ----
     @rule(data=st.data())
     def another_sampler(self, data: st.DataObject) -> None:
-        self.sampler = SAMPLERS[data.draw(st.sampled_from(self.sampler_kinds))](self.ring)
+        kinds = self.samplers_of("immutable" if self.writer.forbids else self.writers[0])
+        if not kinds:
+            return
+        if self.sampler.is_queue:
+            self.sampler.ended()
+            self.rb.end_queue()
+        self.sampler = SAMPLERS[data.draw(st.sampled_from(kinds))](self.ring)
         self.sampler.begin()
         self.rb.set_sampler(self.sampler.make())
+        self.sampler.go_on(self.rb)
 
     @rule(data=st.data())
     def another_writer(self, data: st.DataObject) -> None:
-        self.writer = WRITERS[data.draw(st.sampled_from(self.writers))]()
+        writers = [w for w in self.writers if not (self.sampler.is_queue and WRITERS[w].forbids)]
+        self.writer = WRITERS[data.draw(st.sampled_from(writers))]()
         self.rb.set_writer(self.writer.make())
 
     # ---- saving ----
     @precondition(lambda self: not self.writer.forbids)
     @rule(way=st.sampled_from(["dumps", "state_dict", "storage"]), into_used=st.booleans())
     def move_to_a_twin(self, way: str, into_used: bool) -> None:
+        if self.sampler.is_queue and self.sampler.lost:
+            self.draw(self.source.columns)  # says so, as a twin does not
         twin = self.make()
         if into_used and self.ring.stored():
-            twin.extend(self.data(self.source.take(self.capacity + 1)))
+            twin.extend(self.data(self.source.take(self.capacity + (0 if self.sampler.is_queue else 1))))
             with contextlib.suppress(RuntimeError, ValueError):  # a trajectory may be too short
-                twin.sample(self.sampler.batch_sizes[0])
+                twin.sample(self.sampler.batch_sizes[0], **self.asked())
         old, self.rb = self.rb, twin
+        self.era += 1
+        self.ring.moved(self.sampler.is_queue)
         if way == "storage":
             old.storage.dumps(self.folder / "storage")
             twin.storage.loads(self.folder / "storage")
-            self.sampler.begin()
+            self.sampler.loaded()
+            self.sampler.made_anew()
             twin.set_sampler(self.sampler.make())
+            self.sampler.go_on(twin)
             return
         if way == "dumps":
             old.dumps(self.folder / "saved")
@@ -212,6 +294,10 @@ class BufferMachine(Driven):
         else:
             twin.load_state_dict(old.state_dict())
         self.forget()
+        self.sampler.loaded()
+        self.sampler.go_on(twin)
+        if self.sampler.is_queue and self.sampler.commits:
+            old.seek(None)
         for k in (0, -1):
             self.draws_the_same(old, twin, self.sampler.batch_sizes[k])
 
@@ -220,8 +306,9 @@ class BufferMachine(Driven):
     def reopen(self) -> None:
         folder = self.rb.storage.scratch_dir
         self.rb.storage.close()
-        self.sampler.begin()
+        self.sampler.made_anew()
         self.rb = self.buffer.open(folder, **self.parts())
+        self.sampler.go_on(self.rb)
         self.ring.seam_comes = True
 
 
@@ -232,26 +319,30 @@ def drive(
     places: list[tuple[str, int]],
     samplers: list[str],
     writers: list[list[str]],
+    limits: Sequence[str] = ("none",),
     prefetch: int = 0,
     shrink: bool = True,
 ) -> None:
     """Runs the machine; fails where the buffer and its oracle differ."""
     made = {"places": places, "sampler_kinds": samplers, "writer_kinds": writers, "prefetch": prefetch}
+    made["limit_kinds"] = list(limits)
     run_machine(type("Machine", (BufferMachine,), made), examples, steps, shrink)
 
 
 def run_machine(machine: type[RuleBasedStateMachine], examples: int, steps: int, shrink: bool = True) -> None:
     """So many runs of so many steps, the same ones each time; with `shrink` a failure is made small."""
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        seems_alone(patch)
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                report_multiple_bugs=False,
+                phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            ),
+        )

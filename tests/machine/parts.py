@@ -21,6 +21,7 @@ from engram.data import (
     Writer,
 )
 from machine.prioritized import PRIORITIZED, PRIORITIZED_SLICES
+from machine.queues import QUEUES
 from machine.ring import Ring, Step, as_data, value_of
 from machine.samplers import UNIFORM
 from machine.slices import SLICES
@@ -33,6 +34,7 @@ class StorageKind(NamedTuple):
     make: Callable[[int, int, bool, Callable[[], Path]], Storage]
     takes_envs: bool = True
     reopens: bool = False
+    is_private: bool = False  # in memory that no other process can open
     keeps_index: bool = True  # under "index" in rb[:], where the writer stores it
 
 
@@ -52,14 +54,16 @@ def _tensors(total: int, envs: int, index_key: bool, new_folder: Callable[[], Pa
 
 
 STORAGES = {
-    "list": StorageKind(lambda total, envs, key, folder: ListStorage(total), takes_envs=False, keeps_index=False),
-    "memory": StorageKind(lambda total, envs, key, folder: LazyTensorStorage(total, ndim=_ndim(envs))),
+    "list": StorageKind(
+        lambda total, envs, key, folder: ListStorage(total), takes_envs=False, is_private=True, keeps_index=False
+    ),
+    "memory": StorageKind(lambda total, envs, key, folder: LazyTensorStorage(total, ndim=_ndim(envs)), is_private=True),
     "shared": StorageKind(lambda total, envs, key, folder: LazyTensorStorage(total, ndim=_ndim(envs), shared=True)),
     "temporary": StorageKind(lambda total, envs, key, folder: LazyMemmapStorage(total, ndim=_ndim(envs))),
     "named": StorageKind(
         lambda total, envs, key, folder: LazyMemmapStorage(total, scratch_dir=folder(), ndim=_ndim(envs)), reopens=True
     ),
-    "tensors": StorageKind(_tensors),
+    "tensors": StorageKind(_tensors, is_private=True),
 }
 
 
@@ -126,9 +130,10 @@ WRITERS = {
 
 
 # ---- all that the machine can be made of ----
-SAMPLERS = {**UNIFORM, **PRIORITIZED, **SLICES, **PRIORITIZED_SLICES}
+SAMPLERS = {**UNIFORM, **PRIORITIZED, **SLICES, **PRIORITIZED_SLICES, **QUEUES}
 PLACES = [(name, envs) for name, kind in STORAGES.items() for envs in ((0, 2) if kind.takes_envs else (0,))]
 # Writers that store the same, so that one may follow the other.
 WRITERS_THAT_FOLLOW = [["round robin", "immutable"], ["with index"], ["best", "with index"]]
+WRITERS_OF_QUEUES = ("round robin", "with index")
 
-__all__ = ["PLACES", "SAMPLERS", "STORAGES", "WRITERS", "WRITERS_THAT_FOLLOW"]
+__all__ = ["PLACES", "SAMPLERS", "STORAGES", "WRITERS", "WRITERS_OF_QUEUES", "WRITERS_THAT_FOLLOW"]

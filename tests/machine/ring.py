@@ -98,6 +98,10 @@ class Ring:
         self.seams: set[int] = set()  # no trajectory goes on over these write numbers
         self.seam_comes = False
         self.out_of_turn: set[int] = set()  # slots whose columns have write numbers of their own
+        self.removed: set[Row] = set()
+        self.base = 0  # the write number of the first row since all rows were replaced
+        self.was_queue = False  # whether the store has ever been one
+        self.counts = 0, 0, 0  # of the queue that it was last: rows missed, rows that were too old, the version
 
     def append(self, columns: list[list[Step]]) -> list[int]:
         """Stores columns behind the newest one; the slots."""
@@ -109,6 +113,7 @@ class Ring:
             slot = self.next % self.capacity
             self.slots[slot], self.order[slot] = column, self.next
             self.out_of_turn.discard(slot)
+            self.removed -= {(slot, env) for env in range(len(column))}
             where.append(slot)
             self.next += 1
             self.written += 1
@@ -128,12 +133,22 @@ class Ring:
     def empty(self, keep_count: bool) -> None:
         self.slots, self.order = [None] * self.capacity, [-1] * self.capacity
         self.next = -(-self.next // self.capacity) * self.capacity
-        self.cursor = 0
-        self.out_of_turn = set()
+        self.base, self.cursor = self.next, 0
+        self.out_of_turn, self.removed = set(), set()
         self.written = self.written if keep_count else 0
+
+    def moved(self, as_queue: bool) -> None:
+        """Another storage has these rows now, which has been a queue or not."""
+        if not as_queue:
+            self.was_queue, self.counts = False, (0, 0, 0)
+        self.base = min((self.order[slot] for slot in self.stored()), default=self.next)
 
     def stored(self) -> list[int]:
         return [slot for slot, column in enumerate(self.slots) if column is not None]
+
+    def whole(self) -> list[int]:
+        """Those of which no row was removed."""
+        return sorted(set(self.stored()) - {slot for slot, _ in self.removed})
 
     def rows(self) -> list[Row]:
         """All stored rows in the order of slots."""

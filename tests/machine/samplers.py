@@ -16,6 +16,8 @@ class RandomOracle:
     has_priorities = False
     has_frequencies = True
     may_be_short = False  # whether a batch may have fewer rows than were asked for
+    is_queue = False
+    knows_removed = False  # whether its rule is known where rows were removed
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
@@ -26,6 +28,20 @@ class RandomOracle:
     # ---- what happens to the buffer ----
     def begin(self) -> None:
         """A new sampler, over what is stored now."""
+
+    def made_anew(self) -> None:
+        """A new sampler, over a store that the one before has used in the same way."""
+        self.begin()
+
+    def go_on(self, rb: Any) -> None:
+        """What a user does first with a new sampler."""
+
+    def loaded(self) -> None:
+        """What there is was saved and loaded."""
+
+    def room(self) -> int:
+        """For how many columns there is room; as many as are written where nobody waits for any."""
+        return 1_000_000
 
     def wrote(self, slots: list[int]) -> None:
         """Columns came to these time slots."""

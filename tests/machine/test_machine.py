@@ -3,6 +3,7 @@
 import pytest
 
 from machine.driven import takes_envs
+from machine.limits import LIMITS
 from machine.machine import drive
 from machine.parts import PLACES, SAMPLERS, WRITERS_THAT_FOLLOW
 
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:sample was called with batch_siz
 
 
 def runs(n):
-    """Six with each sampler, eight with each storage and 14 with each writer find 50 of the 51 planted errors."""
+    """So many with each sampler, storage and writer find almost all planted errors."""
     return pytest.mark.parametrize("runs", [n, pytest.param(100, marks=pytest.mark.long)])
 
 
@@ -33,8 +34,14 @@ def test_a_writer_writes_where_its_rule_says(writers):
     drive(14, 25, places=places, samplers=list(SAMPLERS), writers=[writers])
 
 
+@runs(14)
+def test_draws_and_writes_keep_to_a_rate_limiter(runs):
+    limits = [limit for limit in LIMITS if limit != "none"]
+    drive(runs, 25, places=PLACES, samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW, limits=limits)
+
+
 def test_batches_that_are_prepared_ahead_held_true_once():
-    drive(14, 20, places=PLACES, samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW, prefetch=2)
+    drive(14, 20, places=PLACES, samplers=list(SAMPLERS), writers=WRITERS_THAT_FOLLOW, limits=[*LIMITS], prefetch=2)
 
 
 @pytest.mark.long

@@ -3,6 +3,7 @@
 import pytest
 
 from contracts.tiers import in_ci
+from machine.limits import LIMITS
 from machine.machine import drive
 from machine.mutants import MUTANTS
 from machine.mutants.base import is_found
@@ -18,11 +19,13 @@ def test_the_machine_finds(monkeypatch, name):
     mutant = MUTANTS[name]
     mutant.plant(monkeypatch)
     places, writers = [(mutant.storage, mutant.envs)], [list(mutant.writers)]
+    parts = {"samplers": [mutant.sampler], "writers": writers, "limits": [mutant.limit]}
     # Most are found by the twentieth run; which runs there are depends on the modules that happen to be imported.
-    assert is_found(lambda: drive(500, 30, places=places, samplers=[mutant.sampler], writers=writers, shrink=False))
+    assert is_found(lambda: drive(500, 30, places=places, **parts, shrink=False))
 
 
-def test_there_is_one_for_each_storage_sampler_and_writer():
+def test_there_is_one_for_each_storage_sampler_limit_and_writer():
     assert {m.storage for m in MUTANTS.values()} == set(STORAGES)
     assert {m.sampler for m in MUTANTS.values()} == set(SAMPLERS)
+    assert {m.limit for m in MUTANTS.values()} == set(LIMITS)
     assert {kind for m in MUTANTS.values() for kind in m.writers} == set(WRITERS)

@@ -20,6 +20,7 @@ class Mutant(NamedTuple):
     sampler: str = "random"
     writers: tuple[str, ...] = ("round robin",)
     envs: int = 0
+    limit: str = "none"
 
 
 def around(owner: Any, name: str, changed: Callable[..., Any]) -> Callable[[Patch], None]:
