@@ -1,17 +1,24 @@
-"""Every path that draws, found by what is registered: samplers with their settings, storages, fronts; and the law."""
+"""Every path that draws, found by what is registered: samplers with their settings, storages, fronts; and three laws.
+
+No path hands out rows that were removed; each counts what it hands out where draws are bound; and out of a queue each
+takes what it hands out.
+"""
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import itertools
 import pkgutil
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
+from torch.utils.data import DataLoader
 
 import engram.data.replay_buffers.samplers
 from engram._arguments import BUILT_IN
@@ -25,6 +32,7 @@ from engram.data import (
     ReplayBufferEnsemble,
     Sampler,
     SamplerEnsemble,
+    SampleToInsertRatio,
     Storage,
     StorageEnsemble,
     TensorStorage,
@@ -211,6 +219,21 @@ def _one(**how: Any) -> Callable[[ReplayBuffer], Iterable[Any]]:
     return lambda rb: [rb.sample(**how)]
 
 
+def _loader(rb: ReplayBuffer) -> Iterable[Any]:
+    dataset = rb.as_iterable_dataset(batches=4)
+    return DataLoader(dataset, batch_size=None, collate_fn=dataset.collate)
+
+
+_besides: weakref.WeakKeyDictionary[ReplayBuffer, ReplayBuffer] = weakref.WeakKeyDictionary()
+
+
+def _beside(rb: ReplayBuffer) -> Iterable[Any]:
+    """Of another buffer of the same storage, which knows nothing of a rate limiter."""
+    if rb not in _besides:
+        _besides[rb] = type(rb)(storage=rb.storage, sampler=copy.deepcopy(rb.sampler), batch_size=BATCH)
+    return [_besides[rb].sample()]
+
+
 READINGS: dict[str, Reading] = {
     "sample": Reading({}, _one()),
     "info": Reading({}, lambda rb: [rb.sample(return_info=True)[0]]),
@@ -224,6 +247,10 @@ READINGS: dict[str, Reading] = {
     "generations": Reading({"track_generations": True}, _one()),
     "published": Reading({"publish_stats": True}, _one()),  # of a named store
     "dataset": Reading({}, lambda rb: rb.as_iterable_dataset(batches=4)),
+    "data loader": Reading({}, _loader),
+    "next": Reading({}, lambda rb: [batch for batch in [rb.next()] if batch is not None]),  # None ends an epoch
+    "next()": Reading({}, lambda rb: [next(rb)]),
+    "another buffer": Reading({}, _beside),
 }
 
 
@@ -272,3 +299,47 @@ def check(rb: ReplayBuffer, batches: Callable[[ReplayBuffer], Iterable[Any]], ah
         pass
     gone, left = remove_chosen(rb)
     law(lambda: batches(rb), gone, left, ahead)
+
+
+# ---- the laws of a rate limiter and of a queue ----
+#: Of what `filled` writes, so many rows may be drawn.
+DRAWS = 40
+LIMITER = SampleToInsertRatio(1.0, 8, ahead=DRAWS - (CAPACITY + 6 - 8), behind=100)
+
+
+def count(batch: Any) -> int:
+    """The rows of a batch, of whatever form."""
+    return sum(map(count, batch)) if isinstance(batch, list | tuple) else torch.as_tensor(batch["n"]).numel()
+
+
+def check_counted(rb: ReplayBuffer, batches: Callable[[ReplayBuffer], Iterable[Any]]) -> None:
+    """AssertionError where a batch of a `filled` buffer with the LIMITER is not counted, or comes beyond its bound.
+
+    The caller sees to it that a wait which nobody can end is an error: contracts.waiting.seems_alone. In a file, where
+    somebody might, no batch is asked for that would wait. A batch counts as the rows that were asked for: the last one
+    of an epoch may have fewer, and one of stacks of frames has more.
+    """
+    drawn, may_ask = 0, rb.storage.lanes.copied_by_fork
+    try:
+        while may_ask or rb.can_sample():
+            for _ in batches(rb):
+                drawn += BATCH
+                assert rb.stats().samples == drawn <= DRAWS, f"{drawn} rows came, {rb.stats().samples} were counted"
+    except RuntimeError as error:
+        assert "sample waits for" in str(error)
+    assert drawn == DRAWS
+
+
+def check_once(rb: ReplayBuffer, batches: Callable[[ReplayBuffer], Iterable[Any]]) -> None:
+    """AssertionError where a row of a `filled` queue comes twice, or not at all, or although it was removed."""
+    gone, left = remove_chosen(rb)
+    seen: set[int] = set()
+    while rb.can_sample():
+        for batch in batches(rb):
+            found = numbers(batch)
+            assert count(batch) == len(found) and not found & (seen | gone), f"{sorted(found & (seen | gone))} came"
+            seen |= found
+            assert rb.stats().waiting == len(left - seen), (
+                f"{rb.stats().waiting} rows wait, {len(left - seen)} are left"
+            )
+    assert seen <= left and len(left - seen) < BATCH

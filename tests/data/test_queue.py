@@ -19,7 +19,17 @@ from torch.utils.data import DataLoader
 import engram
 from contracts.children import fork
 from contracts.each import each
-from contracts.removed_rows import BATCH, CAPACITY, READINGS, chosen, filled, numbers, places, remove_chosen
+from contracts.removed_rows import (
+    CAPACITY,
+    READINGS,
+    arguments,
+    check_once,
+    chosen,
+    filled,
+    fronts,
+    numbers,
+    places,
+)
 from contracts.waiting import NEVER, comes, end, in_thread, seems_alone
 from contracts.ways_to_write import WRITES, rows
 from engram.data import (
@@ -165,19 +175,32 @@ def test_a_queue_in_any_storage_gives_each_row_once_and_no_removed_one(place, tm
     assert len(everything - gone) - len(seen) < each_time
 
 
-@each("reading", [name for name in READINGS if "prefetch" not in name and name not in ("iteration", "dataset")])
+#: Those that take each batch when it is wanted.
+AT_ONCE = [name for name, how in READINGS.items() if not how.ahead]
+
+
+def full_queue(reading, folder, **parts):
+    on_disk = reading == "published"
+    storage = LazyMemmapStorage(CAPACITY, scratch_dir=folder / "named") if on_disk else LazyTensorStorage(CAPACITY)
+    parts = {"front": TensorDictReplayBuffer, "sampler": QueueSampler(full="overwrite"), **parts}
+    return filled(storage, **{**READINGS[reading].arguments, **parts})
+
+
+@each("reading", AT_ONCE)
 def test_each_way_to_read_a_queue_gives_each_row_once_and_no_removed_one(reading, tmp_path):
-    how = READINGS[reading]
-    storage = LazyMemmapStorage(CAPACITY, scratch_dir=tmp_path / reading)
-    sampler = QueueSampler(full="overwrite")
-    rb = filled(storage, front=TensorDictReplayBuffer, sampler=sampler, **how.arguments)
-    gone, left = remove_chosen(rb)
-    seen = []
-    while rb.can_sample():
-        for batch in how.batches(rb):
-            seen += sorted(numbers(batch))
-    assert len(seen) == len(set(seen)) and set(seen) <= left and len(left) - len(seen) < BATCH and gone
-    rb.shutdown()
+    check_once(full_queue(reading, tmp_path), READINGS[reading].batches)
+
+
+@each("front", [name for name, front in fronts().items() if "alpha" not in arguments(front)])
+def test_each_front_of_a_queue_gives_each_row_once_and_no_removed_one(front, tmp_path):
+    check_once(full_queue("sample", tmp_path, front=fronts()[front]), READINGS["sample"].batches)
+
+
+@each("reading", AT_ONCE)
+def test_a_way_to_read_that_takes_nothing_out_of_the_queue_is_found(reading, tmp_path, monkeypatch):
+    monkeypatch.setattr(QueueSampler, "_hand_out", lambda self, are_whole: self.put_off())
+    with pytest.raises(AssertionError, match="rows wait"):
+        check_once(full_queue(reading, tmp_path), READINGS[reading].batches)
 
 
 def test_a_batch_carries_what_others_carry(tmp_path):

@@ -8,8 +8,6 @@ import pickle
 import random
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +17,21 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import engram
+from contracts.each import each
 from contracts.programs import run_program
+from contracts.removed_rows import (
+    CAPACITY,
+    DRAWS,
+    LIMITER,
+    NEEDED,
+    READINGS,
+    arguments,
+    check_counted,
+    count,
+    filled,
+    fronts,
+    samplers,
+)
 from contracts.tiers import in_quick
 from contracts.waiting import NEVER, comes, end, in_thread, seems_alone
 from contracts.ways_to_write import WRITES, Way, buffer, rows
@@ -190,47 +202,60 @@ def test_a_batch_that_could_never_be_drawn_is_refused():
 
 
 # ---- every path that draws ----
-def _ensemble(rb):
-    return ReplayBufferEnsemble(rb, batch_size=4).sample()
+#: With what is drawn from all samplers that need nothing else; those that draw parts of rows count these.
+SAMPLERS = {name: make for name, make in samplers().items() if "=" not in name}
 
 
-def _loader(rb):
-    dataset = rb.as_iterable_dataset(1)
-    return list(DataLoader(dataset, batch_size=None, collate_fn=dataset.collate))
+def bound(reading, folder, **parts):
+    on_disk = reading == "published"
+    storage = LazyMemmapStorage(CAPACITY, scratch_dir=folder / "named") if on_disk else LazyTensorStorage(CAPACITY)
+    parts = {"front": TensorDictReplayBuffer, "rate_limiter": LIMITER, **parts}
+    return filled(storage, **{**READINGS[reading].arguments, **parts})
 
 
-DRAWS = {
-    "sample": lambda rb: rb.sample(),
-    "of another size": lambda rb: rb.sample(4),
-    "with info": lambda rb: rb.sample(return_info=True),
-    "as arrays": lambda rb: rb.sample(as_numpy=True),
-    "a loop": lambda rb: next(iter(rb)),
-    "next": lambda rb: rb.next(),
-    "next()": lambda rb: next(rb),
-    "a DataLoader": _loader,
-    "an ensemble": _ensemble,
-}
-SAMPLERS: dict[str, Callable[[], Any]] = {
-    "uniform": lambda: None,
-    "prioritised": lambda: PrioritizedSampler(100, 0.7, 0.5),
-    "epochs": SamplerWithoutReplacement,
-    "slices": lambda: SliceSampler(slice_len=2, end_key=("next", "done"), strict_length=False),
-}
+@each("sampler", SAMPLERS)
+@pytest.mark.parametrize("reading", in_quick(READINGS, ["sample", "iteration", "prefetch", "another buffer"]))
+def test_every_way_to_draw_counts_its_rows_and_waits(reading, sampler, tmp_path):
+    check_counted(bound(reading, tmp_path, sampler=SAMPLERS[sampler]()), READINGS[reading].batches)
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-@pytest.mark.parametrize("way", DRAWS)
-def test_every_way_to_draw_counts_its_rows_and_waits(way, sampler):
-    parts = {"sampler": SAMPLERS[sampler]()} if SAMPLERS[sampler]() is not None else {}
-    rb = buffer(SampleToInsertRatio(1.0, 8, ahead=4, behind=8), **parts)
+@each("front", fronts())
+def test_every_front_counts_its_rows_and_waits(front, tmp_path):
+    own = {name: value for name, value in NEEDED.items() if name in arguments(fronts()[front])}
+    check_counted(bound("sample", tmp_path, front=fronts()[front], **own), READINGS["sample"].batches)
+
+
+def test_a_way_to_draw_that_counts_nothing_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(waiting.Waits, "take_next", lambda self, n: (n, None))
+    found = set()
+    for reading in READINGS:
+        (tmp_path / reading).mkdir()
+        try:
+            check_counted(bound(reading, tmp_path / reading), READINGS[reading].batches)
+        except AssertionError:
+            found.add(reading)
+    assert found == {"iteration", "dataset", "data loader", "next"}
+
+
+def test_a_batch_beyond_the_bound_says_what_is_missing_and_counts_nothing():
+    rb = buffer(SampleToInsertRatio(1.0, 8, ahead=4, behind=8))
     rb.extend(rows(8))
-    DRAWS[way](rb)
-    assert counts(rb)[1] == 4
-    with pytest.raises(
-        RuntimeError, match="sample waits for 4 more rows to be written: 4 were drawn, and 4 more would be above"
-    ):
-        DRAWS[way](rb)
-    assert counts(rb)[1] == 4
+    for draw in (rb.sample, lambda: ReplayBufferEnsemble(rb, batch_size=4).sample()):
+        if not counts(rb)[1]:
+            draw()
+        with pytest.raises(
+            RuntimeError, match="sample waits for 4 more rows to be written: 4 were drawn, and 4 more would be above"
+        ):
+            draw()
+        assert counts(rb)[1] == 4
+
+
+@pytest.mark.deep
+def test_workers_of_a_data_loader_count_what_they_draw():
+    rb = filled(LazyTensorStorage(CAPACITY, shared=True), front=TensorDictReplayBuffer, rate_limiter=LIMITER)
+    dataset = rb.as_iterable_dataset(batches=4)
+    loader = DataLoader(dataset, batch_size=None, collate_fn=dataset.collate, num_workers=2)
+    assert sum(count(batch) for batch in loader) == DRAWS == rb.stats().samples and not rb.can_sample()
 
 
 def test_batches_that_are_prepared_ahead_count_when_they_are_handed_out(monkeypatch):
