@@ -39,22 +39,21 @@ class Turn {
   bool mine_ = false, refused_ = false;
 };
 
-// Appends in stints (`append_in_stints`); other threads run while this process waits for a lane, and signals are handled.
-inline void append_moving_on(Store& store, const std::vector<LeafSource>& leaves, const std::vector<LeafSource>& looked_at, size_t n,
-                             bool without_gil, auto&& slot_at) {
+// Calls `append(pause)`, which appends in stints; other threads run while this process waits for a lane, and signals are handled.
+inline auto append_moving_on(bool without_gil, auto&& append) {
   const auto sleep = [](double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); };
   const auto handle_signals = [] {
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   };
   if (without_gil) {
     nb::gil_scoped_release unlocked;
-    return append_in_stints(store, leaves, looked_at, n, slot_at, [&](double seconds) {
+    return append([&](double seconds) {
       sleep(seconds);
       nb::gil_scoped_acquire locked;
       handle_signals();
     });
   }
-  append_in_stints(store, leaves, looked_at, n, slot_at, [&](double seconds) {
+  return append([&](double seconds) {
     {
       nb::gil_scoped_release unlocked;
       sleep(seconds);

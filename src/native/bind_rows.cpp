@@ -58,6 +58,37 @@ nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, s
   return append_leaves(store, lane, plan, leaves, looked_at, n.value_or(plan.steps - first), wanted, waits);
 }
 
+// Appends a row of any length in one lane, and returns the slot of its head. None: another process has the turn, or this one was forked.
+nb::object append_row(Store& store, uint64_t lane, const RowBytes& given) {
+  if (joined_after_fork()) return nb::none();
+  store.must_be_writable();
+  check_lane(store, lane);
+  check_ragged(store);
+  const std::span<const uint8_t> row(given.data(), given.size());
+  const StoreGeometry& s = store.geometry();
+  const uint64_t pages = pages_for(s, sizeof(RowHead) + row.size());
+  if (pages > store.lanes.longest())
+    throw nb::value_error(("a row of " + std::to_string(row.size()) + " bytes takes " + std::to_string(pages) + " pages of " +
+                           std::to_string(s.payload_bytes) + " bytes, and the longest that a lane of " + std::to_string(s.lane_capacity) +
+                           " pages takes has " + std::to_string(store.lanes.longest())).c_str());
+  const bool is_long = writes_long(store, row.size());
+  if (store.moves_on()) try {
+    return nb::int_(append_moving_on(is_long, [&](auto&& pause) { return append_row_in_stint(store, row, pages, pause); }));
+  } catch (const QueueFull&) {
+    raise_queue_full(0, 1, nb::none());
+  }
+  const Turn turn(store, lane);
+  if (turn.refused()) return nb::none();
+  if (store.lanes.is_queue() && !has_queue_room(store.lanes, lane, pages, false)) raise_queue_full(0, 1, nb::none());
+  uint64_t head = 0;
+  maybe_without_gil(is_long, [&] {
+    RowWriter writer(store);
+    writer.prepare(lane, pages, {});
+    head = writer.append_row(lane, row, pages);
+  });
+  return nb::int_(lane * s.lane_capacity + head % s.lane_capacity);
+}
+
 // A checked batch as packed rows: uint8 [steps, row bytes].
 Tensor pack(const Plan& plan, size_t row_bytes) {
   if (plan.envs != 1) throw nb::value_error("packed rows are steps of one environment each");
@@ -101,6 +132,28 @@ void put_leaves(Store& store, uint64_t lane, uint64_t start, const Plan& plan) {
 }
 
 // ---- out ----
+// The rows whose heads are in these slots, of any length; positions of those that were overwritten meanwhile, which may be any bytes, and
+// of slots in which no row begins.
+nb::tuple read_rows(Store& store, nb::handle slots_in) {
+  store.check_file();
+  check_ragged(store);
+  const SlotsArg given(nb::borrow(slots_in));
+  const std::vector<int64_t> slots(given.data, given.data + given.n);  // a copy, so that the checked slots are those that are read
+  ReadScratch scratch;
+  PageReader reader(store, scratch);
+  if (!reader.find(slots.data(), slots.size())) refuse_slots(store);
+  nb::list rows;
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const nb::object row = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(reader.bytes(i))));
+    if (!row.is_valid()) throw nb::python_error();
+    reader.copy(i, reinterpret_cast<uint8_t*>(PyBytes_AsString(row.ptr())));
+    rows.append(row);
+  }
+  ReadResult result;
+  reader.settle(result);
+  return nb::make_tuple(rows, positions(result.missing), positions(result.unwritten));
+}
+
 // Packed rows as a batch [n] in memory of its own; a list of leaves where the codec has no tree. `extra`: entries to add at
 // its root, a dict; None: there are none.
 nb::object unpack(const Codec& codec, const PackedRows& packed, nb::handle extra) {

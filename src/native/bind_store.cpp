@@ -18,6 +18,7 @@
 #include "bind_store.hpp"
 #include "bind_testing.hpp"
 #include "bindings.hpp"
+#include "draw.hpp"
 #include "queue.hpp"
 #include "rate_limit.hpp"
 #include "recovery.hpp"
@@ -54,6 +55,7 @@ class Replacement {
               bool replaces = false)
       : store_(store), replaces_(replaces), writer_(store) {
     store.must_be_writable();
+    if (store.lanes.is_ragged()) throw nb::value_error("rows of any length are not changed in place");
     const SlotsArg given(nb::borrow(slots_in));
     slots_.assign(given.data, given.data + given.n);  // a copy, so that the checked slots are the ones that are written
     if (!rows_in.is_none()) {
@@ -170,7 +172,8 @@ static uint64_t reserve_sequences(const Store& store, uint64_t n) {
 static std::unique_ptr<Store> widened(const Store& store, uint64_t payload_bytes, uint64_t alignment, nb::bytes layout,
                                       const std::vector<std::array<uint64_t, 3>>& moves) {
   const StoreGeometry& s = store.geometry();
-  if (store.fd() >= 0 || s.payload_bytes == 0 || store.grows() || store.observations()) throw nb::value_error("only rows in private memory can be made longer");
+  if (store.fd() >= 0 || s.payload_bytes == 0 || store.grows() || store.observations() || store.lanes.is_ragged())
+    throw nb::value_error("only rows of one length in private memory can be made longer");
   for (const auto& [from, to, bytes] : moves)
     if (from > s.payload_bytes || bytes > s.payload_bytes - from || to > payload_bytes || bytes > payload_bytes - to)
       throw nb::value_error("bytes lie outside the row");
@@ -219,6 +222,7 @@ static uint64_t remove_rows(Store& store, uint64_t lane, nb::handle slots_in, nb
     if (slot >= store.slots()) refuse_slots(store);
     uint64_t w = 0;
     if (slot / rows != lane || !here.find(slot % rows / envs, w) || static_cast<uint64_t>(generations.data[i]) != w) continue;
+    if (lanes.is_ragged() && !lanes.is_head(slot)) continue;
     chosen.emplace_back(w, slot % envs);
     newest = std::max(newest, w), end = std::max(end, slot % rows + 1);
   }
@@ -489,6 +493,8 @@ void bind_store(nb::module_& m) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
     } catch (const NoRoomForUnits& error) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
+    } catch (const DamagedRow& error) {
+      PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageError").ptr(), error.what());
     } catch (const LanesBusy& error) {
       PyErr_SetString(nb::module_::import_("engram.errors").attr("StorageInUseError").ptr(), error.what());
     } catch (const SyncFailed& error) {
@@ -536,14 +542,22 @@ void bind_store(nb::module_& m) {
       .def("write", &Replacement::write)
       .def("differing_leaf", &Replacement::differing_leaf);
 
+  nb::class_<HeadCount>(m, "HeadCount")
+      .def(nb::init<>())
+      .def("of", [](HeadCount& count, const Store& store) {
+        store.check_file();
+        check_ragged(store);
+        return count.of(store);
+      }, "store"_a);
+
   nb::class_<Store>(m, "Store")
       .def_static("create", [](int fd, uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                uint64_t alignment, bool trailer, nb::bytes layout, nb::bytes store_id, bool extents,
-                               bool observations, bool flow) {
+                               bool observations, bool flow, bool ragged) {
         return Store::create(fd, {lanes, lane_capacity, envs, payload_bytes, alignment, trailer, bytes_of(layout),
-                                  bytes_of(store_id), extents, observations, flow});
+                                  bytes_of(store_id), extents, observations, flow, ragged});
       }, "fd"_a, "lanes"_a, "lane_capacity"_a, "envs"_a, "payload_bytes"_a, "alignment"_a, "trailer"_a, "layout"_a,
-         "store_id"_a, "extents"_a = false, "observations"_a = false, "flow"_a = true)
+         "store_id"_a, "extents"_a = false, "observations"_a = false, "flow"_a = true, "ragged"_a = false)
       .def_static("size_needed", [](uint64_t lanes, uint64_t lane_capacity, uint64_t envs, uint64_t payload_bytes,
                                     uint64_t alignment, bool trailer, size_t layout_bytes) {
         return geometry_of({lanes, lane_capacity, envs, payload_bytes, alignment, trailer,
@@ -824,6 +838,19 @@ void bind_store(nb::module_& m) {
       .def("append", &append, "lane"_a, "plan"_a, "first"_a = 0, "n"_a.none() = nb::none(), "wanted"_a = true, "waits"_a = false,
            nb::sig("def append(self, lane: int, plan: Plan, first: int = 0, n: int | None = None, wanted: bool = True, "
                    "waits: bool = False) -> torch.Tensor | int | None"))
+      // ---- rows of any length ----
+      .def_prop_ro("is_ragged", [](const Store& s) { return s.lanes.is_ragged(); })
+      .def_prop_ro("longest_row", [](const Store& s) { return s.lanes.longest(); })
+      .def("append_row", &append_row, "lane"_a, "row"_a.noconvert(),
+           nb::sig("def append_row(self, lane: int, row: bytes | bytearray | memoryview) -> int | None"))
+      .def("read_rows", &read_rows, "slots"_a,
+           nb::sig("def read_rows(self, slots: torch.Tensor) -> tuple[list[bytes], list[int] | None, list[int] | None]"))
+      .def("heads", [](const Store& s) {
+        s.check_file();
+        check_ragged(s);
+        const std::vector<int64_t> heads = heads_of(s.lanes);
+        return slots_out(heads.size(), [&](int64_t* out) { std::copy(heads.begin(), heads.end(), out); });
+      })
       .def("new_writer", [](const Store& s, uint64_t l, uint64_t pid, uint64_t above) {
         s.must_be_writable();
         check_lane(s, l);
@@ -858,7 +885,7 @@ void bind_store(nb::module_& m) {
         OverdueStints overdue;
         for (uint64_t i = 0; i < s.lanes.count(); ++i) overdue.see(s.lanes.lane(i).ticket.load(), s.lanes.stints(i).left());
         const auto here = s.lanes.stints(l);
-        return here.is_full() && overdue.has(s.lanes.count(), s.lanes.lane(l).ticket.load(), here.left());
+        return here.is_full(s.lanes.longest()) && overdue.has(s.lanes.count(), s.lanes.lane(l).ticket.load(), here.left());
       }, "lane"_a)
       .def("write_as", [](Store& s, Store::Stint* stream) { s.write_as(stream); }, "stream"_a.none())
       .def("set_stint", [](Store& s, uint64_t l, uint64_t ticket, uint64_t left) {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "codec.hpp"
-#include "rows.hpp"
+#include "pages.hpp"
 
 namespace engram {
 
@@ -127,13 +127,20 @@ inline void check_packed(const PackedRows& rows, size_t row_bytes, const char* w
   check_packed_bytes(rows);
 }
 
+inline void check_ragged(const Store& store) {
+  if (!store.lanes.is_ragged()) throw nb::value_error("the rows of this store have one length");
+}
+
 // ---- of stores, too, but defined in bind_rows.cpp, beside what else puts rows in ----
+using RowBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+nb::object append_row(Store& store, uint64_t lane, const RowBytes& row);
 nb::object append(Store& store, uint64_t lane, const Plan& plan, size_t first, std::optional<size_t> n, bool wanted,
                   bool waits);
 Tensor pack(const Plan& plan, size_t row_bytes);
 void put_leaves(Store& store, uint64_t lane, uint64_t start, const Plan& plan);
 
 // ---- and beside what else gets rows out ----
+nb::tuple read_rows(Store& store, nb::handle slots_in);
 nb::tuple gather(Store& store, const Codec& codec, nb::handle slots_in, std::optional<std::vector<int64_t>> shape,
                  nb::handle extra, bool mapped, bool sequences);
 nb::tuple gather_many(const std::vector<Store*>& stores, const Codec& codec, nb::handle slots_in,

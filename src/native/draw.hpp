@@ -178,7 +178,44 @@ inline bool draw_uniform_left(const Lanes& lanes, uint64_t seed, int64_t* out, s
   for (; done < n && !rest.empty(); ++done) out[done] = rest[below(random.next(), rest.size())];
   return done == n && !rest.empty();
 }
+// The slots of all rows of any length, lane after lane, the oldest first.
+inline std::vector<int64_t> heads_of(const Lanes& lanes) {
+  std::vector<int64_t> slots;
+  for (uint64_t l = 0; l < lanes.count(); ++l) {
+    const Lanes::Protocol lane = lanes.protocol(l);
+    const LaneView v = lane.look();
+    const std::vector<uint64_t> heads = lane.seams_of(v.first, v.published);
+    Lanes::Protocol::after_reading();
+    const uint64_t first = lanes.first_now(l);
+    for (uint64_t w : heads)
+      if (w >= first) slots.push_back(static_cast<int64_t>(l * lanes.capacity() + w % lanes.capacity()));
+  }
+  return slots;
+}
+
+// As `draw_uniform`, of rows of any length: pages by chance until a row begins in one, which are as many as a row has; where listing the
+// rows is less work, some of the list. Which of them it does depends on how many pages were hit, and not on which.
+inline bool draw_heads(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
+  const RowMap map(lanes);
+  const uint64_t pages = map.total();
+  const bool some_removed = lanes.some_removed();
+  const auto is_row = [&](int64_t slot) {
+    return lanes.is_head(static_cast<uint64_t>(slot)) && !(some_removed && lanes.is_removed(static_cast<uint64_t>(slot)));
+  };
+  CounterOf random{seed};
+  size_t done = 0;
+  for (uint64_t looks = 64 + pages / 32; pages > 0 && done < n && looks > 0; --looks) {
+    const int64_t slot = map.by_age(below(random.next(), pages));
+    if (is_row(slot)) out[done++] = slot;
+  }
+  if (done == n) return pages > 0;
+  std::vector<int64_t> rows = heads_of(lanes);
+  if (some_removed) std::erase_if(rows, [&](int64_t slot) { return !is_row(slot); });
+  for (; done < n && !rows.empty(); ++done) out[done] = rows[below(random.next(), rows.size())];
+  return done == n;
+}
 inline bool draw_uniform(const Lanes& lanes, uint64_t seed, int64_t* out, size_t n) {
+  if (lanes.is_ragged()) return draw_heads(lanes, seed, out, n);
   if (lanes.some_removed()) return draw_uniform_left(lanes, seed, out, n);
   if (lanes.count() == 1 && lanes.envs() == 1) {  // as below, without looking up the lane of each row
     const LaneView view = lanes.view(0);

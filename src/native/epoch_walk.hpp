@@ -1,4 +1,5 @@
-// Epochs: each row that is stored once, in an order that a key gives.
+// Epochs: each row that is stored once, in an order that a key gives. Of rows of any length positions are those of pages: those in
+// which no row begins are passed over.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -62,7 +63,7 @@ class EpochWalk {
     std::vector<uint64_t> first;
     for (uint64_t l = 0; l < store.lanes.count(); ++l) first.push_back(store.lanes.view(l).first);
     const uint64_t end = std::min(stop, map_.total());
-    const bool some_removed = !with_removed_ && store.lanes.some_removed();
+    const bool some_removed = !with_removed_ && store.lanes.some_removed(), is_ragged = store.lanes.is_ragged();
     const bool all_in_one_ring = in_place_ && map_.is_one_ring() && first[0] <= first_[0];
     const bool rows_are_here = store.geometry().payload_bytes > 0;
     uint64_t rows[Permutation::kBlock];
@@ -75,10 +76,11 @@ class EpochWalk {
         const size_t done = drawn.size();
         drawn.resize(done + block);
         map_.slots_in_ring(rows, block, drawn.data() + done);
-        if (some_removed) {
-          const auto is_removed = [bits = store.lanes.removed(0)](int64_t slot) { return bits.has(static_cast<uint64_t>(slot)); };
-          drawn.erase(std::remove_if(drawn.begin() + static_cast<ptrdiff_t>(done), drawn.end(), is_removed), drawn.end());
-        }
+        const auto pass_over = [&](auto&& is_no_row) {
+          drawn.erase(std::remove_if(drawn.begin() + static_cast<ptrdiff_t>(done), drawn.end(), is_no_row), drawn.end());
+        };
+        if (some_removed) pass_over([bits = store.lanes.removed(0)](int64_t slot) { return bits.has(static_cast<uint64_t>(slot)); });
+        if (is_ragged) pass_over([&](int64_t slot) { return !store.lanes.is_head(static_cast<uint64_t>(slot)); });
         // Prefetches the rows, which may lie anywhere, while the next numbers are computed.
         for (size_t i = done; rows_are_here && i < drawn.size(); ++i)
           __builtin_prefetch(store.row(static_cast<uint64_t>(drawn[i])), 0, 2);
@@ -91,6 +93,7 @@ class EpochWalk {
         const uint64_t there = in_place_ ? static_cast<uint64_t>(slot)
                                          : (lane * capacity + (sequence - moved_[lane]) % capacity) * envs +
                                                static_cast<uint64_t>(slot) % envs;
+        if (is_ragged && !store.lanes.is_head(there)) continue;
         if (!some_removed || !store.lanes.is_removed(there)) drawn.push_back(static_cast<int64_t>(there));
       }
     }

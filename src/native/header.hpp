@@ -19,9 +19,9 @@ constexpr uint64_t kReservedBytes = 4096;  // of each reserved page
 
 // Optional features of a store: bit i of `features` is called kFeatures[i]. Code that does not know a set bit must refuse the
 // store; the file carries the names, so that the error can name the feature.
-constexpr const char* kFeatures[] = {"trailers", "observations", "stints", "flow"};
-constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kHasFlow = 8;
-constexpr uint64_t kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents | kHasFlow;
+constexpr const char* kFeatures[] = {"trailers", "observations", "stints", "flow", "ragged"};
+constexpr uint64_t kHasTrailer = 1, kHasObservations = 2, kHasExtents = 4, kHasFlow = 8, kIsRagged = 16;
+constexpr uint64_t kKnownFeatures = kHasTrailer | kHasObservations | kHasExtents | kHasFlow | kIsRagged;
 // What a store with `flow` has ever been used for: bit i of `Flow::in_use` is called kUses[i]. A store with an unknown one is
 // refused, as one with an unknown feature is; but a new one needs no bit on stores that never use it.
 constexpr const char* kUses[] = {"removed rows", "rate limiter", "queue"};
@@ -116,6 +116,18 @@ struct LaneFlow {
   uint8_t unused[32];
 };
 static_assert(sizeof(LaneFlow) == 64);
+
+// ---- of stores with the feature `ragged` ----
+// A row has any length: it takes several time slots behind one another, its *pages*, of one lane. The seam bit marks the first one,
+// its *head*, and no other; the row's index is its head's slot. The bytes of a row begin with this, at the head's begin.
+struct RowHead {
+  uint64_t bytes;  // of the row, these included
+};
+static_assert(sizeof(RowHead) == 8);
+// The most pages of a row: a lane keeps some rows of any length, and a writer that moves on leaves less than this of a lane unused.
+inline uint64_t longest_row(const StoreGeometry& s) {
+  return s.features & kIsRagged && s.lane_capacity >= 4 ? s.lane_capacity / 4 : 1;
+}
 
 // At `consumers_offset`.
 struct Flow {

@@ -108,7 +108,7 @@ class Lanes {
   // `geometry` is a checked copy: the one in the store may change at any time (a damaged disk, another process).
   Lanes(StoreHeader* header, LaneHeader* lanes, Counter* seams, const StoreGeometry& geometry, bool others_see_it)
       : header_(header), lanes_(lanes), ends_(lanes), seams_(geometry.seams_bytes ? seams : nullptr), geometry_(geometry),
-        piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)) {
+        piece_(claim_steps(geometry.lane_capacity, geometry.row_stride, others_see_it)), longest_(longest_row(geometry)) {
     if (!(geometry.features & kHasFlow)) return;
     auto* const at = reinterpret_cast<uint8_t*>(header);
     flow_ = reinterpret_cast<Flow*>(at + geometry.consumers_offset);
@@ -122,6 +122,11 @@ class Lanes {
   uint64_t count() const { return geometry().lanes; }
   uint64_t capacity() const { return geometry().lane_capacity; }
   uint64_t envs() const { return geometry().envs; }
+  // Whether rows have any length, and the most pages of one (`RowHead`); 1 where all rows have one length.
+  bool is_ragged() const { return geometry_.features & kIsRagged; }
+  uint64_t longest() const { return longest_; }
+  // Whether a row begins in a slot of the store. The bit is that of whatever row is there now.
+  bool is_head(uint64_t slot) const { return protocol(slot / capacity()).seam(slot % capacity()); }
   StoreHeader& header() const { return *header_; }
   LaneHeader& lane(uint64_t l) const { return lanes_[l]; }
   Protocol protocol(uint64_t l) const {
@@ -392,7 +397,7 @@ class Lanes {
   uint64_t plane_words_ = 0;
   std::shared_ptr<std::vector<GrowingBits>> removed_here_;  // where the store does not hold them
   StoreGeometry geometry_{};
-  uint64_t piece_ = 1;
+  uint64_t piece_ = 1, longest_ = 1;
 };
 
 }  // namespace engram

@@ -392,13 +392,14 @@ class Priorities {
       stored[l].first = std::min(view.first, stored[l].published);
       // Rows that the saved store still had, but the state did not any more.
       const uint64_t old = std::clamp(state.seen[l].first, stored[l].first, stored[l].published);
-      if (old > stored[l].first) fill(s, l, stored[l].first, old, new_priority());
+      if (old > stored[l].first) add(store, l, stored[l].first, old, new_priority());
     }
     size_t i = 0;
     uint64_t lowest = capacity_, end = 0;  // the range of slots that get priorities
     each_row(s, state.seen, [&](uint64_t l, uint64_t w, uint64_t slot) {
       const double p = priorities[i++];
       if (l >= stored.size() || w < stored[l].first || w >= stored[l].published) return;
+      if (store.lanes.is_ragged() && !store.lanes.is_head(slot)) return;
       reserve(slot + 1);
       raw(slot) = std::max(p, kZeroPriority);
       lowest = std::min(lowest, slot), end = std::max(end, slot + 1);
@@ -429,7 +430,7 @@ class Priorities {
         self.fill(store.geometry(), lane, first, first + 1, {});
         self.latest_ = self.new_priority();
       }
-      self.fill(store.geometry(), lane, from, to, self.new_priority());
+      self.add(store, lane, from, to, self.new_priority());
     }
     void edited(uint64_t slot) { self.edited_.push_back(slot); }
   };
@@ -506,6 +507,17 @@ class Priorities {
     return SlotSequences(seen, s.lane_capacity).find(time % s.lane_capacity, w);
   }
 
+  // New rows of a lane. Of rows of any length only the heads are rows; a bit may be that of a newer page, which the next poll adds.
+  void add(const Store& store, uint64_t lane, uint64_t from, uint64_t to, double priority) {
+    if (!store.lanes.is_ragged()) return fill(store.geometry(), lane, from, to, priority);
+    reserve(store.slots());
+    fill(store.geometry(), lane, from, to, {});
+    const std::vector<uint64_t> heads = store.lanes.protocol(lane).seams_of(from, to);
+    const double leaf = transform_.leaf(std::max(priority, kZeroPriority));
+    changes_.restart(heads.size());
+    for (uint64_t w : heads) set_one(slot_of(store.geometry(), lane, w), priority, leaf);
+    tree_->refresh(changes_);
+  }
   // Rows of a lane, whose slots are consecutive up to the ring's end; at most as many as a lane holds.
   void fill(const StoreGeometry& s, uint64_t lane, uint64_t from, uint64_t to, std::optional<double> priority) {
     const uint64_t start = from % s.lane_capacity, n = to - from, before_wrap = std::min(n, s.lane_capacity - start);

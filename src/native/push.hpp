@@ -112,6 +112,7 @@ inline std::optional<Plan> check_columns(const Codec& codec, nb::list columns, i
 inline nb::object append_leaves(Store& store, uint64_t lane, const Plan& plan, std::vector<LeafSource>& leaves,
                                 const std::vector<LeafSource>& looked_at, size_t n, bool wanted = true, bool declines = true) {
   check_border(store, plan);
+  if (store.lanes.is_ragged()) throw nb::value_error("the rows of this store have any length: use append_row");
   const std::vector<LeafSource>& looked = looked_at.empty() ? leaves : looked_at;
   const StoreGeometry& s = store.geometry();
   const bool is_long = writes_long(store, plan.steps ? plan.bytes / plan.steps * n : 0);
@@ -133,10 +134,11 @@ inline nb::object append_leaves(Store& store, uint64_t lane, const Plan& plan, s
     nb::object slots = nb::bool_(true);
     if (wanted && !plan.single) slots = nb::cast(slots_out(n, [&](int64_t* to) { out = to; }));
     try {
-      append_moving_on(store, leaves, looked, n, is_long, [&](uint64_t i, uint64_t slot) {
+      const auto slot_at = [&](uint64_t i, uint64_t slot) {
         if (out) out[i] = static_cast<int64_t>(slot);
         put_index(slot);
-      });
+      };
+      append_moving_on(is_long, [&](auto&& pause) { append_in_stints(store, leaves, looked, n, slot_at, pause); });
     } catch (const QueueFull& full) {
       raise_queue_full(full.done, n, slots);
     }

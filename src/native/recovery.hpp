@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "rows.hpp"
+#include "pages.hpp"
 
 namespace engram {
 
@@ -368,8 +368,20 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
     for (uint64_t env = 0; all && observations && env < s.envs; ++env) all = holds(env);
     return all;
   };
+  // Of rows of any length pages of one that was never finished may stand before those of the rows that replaced it. A row is of one
+  // term, and the next one begins behind as many pages as its head says, where that is still there.
+  const bool is_ragged = store.lanes.is_ragged();
+  auto pages_of = [&](uint64_t head) { return pages_for(s, bytes_in_row(s, store.row(store.physical(l, 0, head % capacity)))); };
+  auto is_torn = [&](uint64_t w) {
+    if (!is_ragged || planted(30)) return false;
+    uint64_t head = w;
+    auto is_one = [&](uint64_t behind) { return term[(behind - 1) % capacity] == term[behind % capacity] && !seam[behind % capacity]; };
+    if (!seam[(w + 1) % capacity]) return !is_one(w + 1);
+    while (head > low && whole(head - 1) && is_one(head)) --head;
+    return seam[head % capacity] && head + pages_of(head) != w + 1;
+  };
   auto joined = [&](uint64_t w) {
-    return whole(w) && whole(w + 1) && (planted(19) || term[w % capacity] <= term[(w + 1) % capacity]) &&
+    return whole(w) && whole(w + 1) && (planted(19) || term[w % capacity] <= term[(w + 1) % capacity]) && !is_torn(w) &&
            in_all([&](uint64_t env) { return observations->is_linked(l, env, w, term[w % capacity]); });
   };
   const uint64_t ahead = observations ? observations->ahead() : 0;
@@ -397,6 +409,17 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
     if (to == from) is_left = false;
     else --to;
   }
+  // The newest row of any length, if its last pages are not there; pages behind its last one are those of no row.
+  for (uint64_t head = to; is_ragged && is_left && !planted(29); --head) {
+    if (seam[head % capacity]) {
+      const uint64_t pages = pages_of(head);
+      if (pages > 0 && pages <= to + 1 - head) to = head + pages - 1;
+      else if (head == from) is_left = false;
+      else to = head - 1;
+      break;
+    }
+    if (head == from) break;
+  }
   if (!is_left) {
     scan.dropped = had;
     return scan;
@@ -409,7 +432,9 @@ inline LaneScan scan_lane(Store& store, uint64_t l) {
   }
   for (uint64_t w = to + 1 - std::min({ahead, to + 1 - from, to + 1}); ahead > 0 && w <= to; ++w) scan.newest_terms.push_back(term[w % capacity]);
   scan.base = from, scan.published = to + 1;
-  // A new term means a new writer. Other seams are in the rows' trailers.
+  // A new term means a new writer. Other seams are in the rows' trailers; that of the oldest one tells only where a row of any length
+  // begins.
+  if (is_ragged && seam[from % capacity]) scan.seams.push_back(from);
   for (uint64_t w = from + 1; w <= to; ++w)
     if (seam[w % capacity] || term[w % capacity] != term[(w - 1) % capacity]) scan.seams.push_back(w);
   const uint64_t rows = to + 1 - from;

@@ -15,6 +15,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -276,6 +277,15 @@ class RowWriter {
     }
     store_.note_written(lane);
   }
+  // Appends a row of any length, which takes so many pages, with one claim and one publication: it is there as a whole, or not at
+  // all. After `prepare`. Returns the sequence of its head.
+  uint64_t append_row(uint64_t lane, std::span<const uint8_t> row, uint64_t pages) {
+    uint64_t head = 0;
+    store_.begin_rows(lane);
+    store_.lanes.with_removed(lane).append(pages, true, [&](uint64_t first) { write_pages(lane, head = first, row, pages); });
+    store_.note_written(lane);
+    return head;
+  }
   // Writes the next n rows that are restored in a store that keeps observations, which no reader sees yet and whose seams are set.
   void restore(uint64_t lane, uint64_t n, const std::vector<LeafSource>& leaves) {
     Observations& observations = *store_.observations();
@@ -335,6 +345,23 @@ class RowWriter {
         }
         done += take;
       }
+    }
+  }
+
+  void write_pages(uint64_t lane, uint64_t head, std::span<const uint8_t> row, uint64_t pages) {
+    const StoreGeometry& s = store_.geometry();
+    const uint32_t term = term_of(lane);
+    const RowHead begin{sizeof(RowHead) + row.size()};
+    size_t done = 0;
+    for (uint64_t i = 0, slot = head % s.lane_capacity; i < pages; ++i, slot = slot + 1 == s.lane_capacity ? 0 : slot + 1) {
+      const uint64_t at = store_.physical(lane, 0, slot), before = i ? 0 : sizeof begin;
+      uint8_t* const page = store_.row(at);
+      const size_t take = std::min<size_t>(row.size() - done, s.payload_bytes - before);
+      if (before) std::memcpy(page, &begin, before);
+      if (take) std::memcpy(page + before, row.data() + done, take);
+      std::memset(page + before + take, 0, s.payload_bytes - before - take);
+      if (store_.has_trailer()) store_.seal(page, at, (head + i) | (i ? 0 : Trailer::kSeam), term);
+      done += take;
     }
   }
 
@@ -433,6 +460,18 @@ class RowReader {
     return true;
   }
 
+  // Where slot i of the batch lies, and the sequence of the row that it held at the lookup; false: none.
+  struct Place {
+    uint64_t lane, env, slot;
+  };
+  Place place(size_t i) const {
+    if (in_one_ring_) return {0, 0, static_cast<uint64_t>(slots_[i])};
+    return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
+  }
+  bool find_row(size_t i, uint64_t& sequence) const {
+    const Place at = place(i);
+    return sequences_[at.lane].find(at.slot, sequence);
+  }
   // Prefetches one of `parts` parts of the rows. Each part is spread over the whole batch: rows that lie next to each other in
   // a slice share pages, and prefetching them in turn waits for the address of each page. The target is the second-level cache,
   // because the first level can wait for fewer lines at a time; a few rows, which fit there, go into the first.
@@ -574,13 +613,6 @@ class RowReader {
     observations->each_range(store_.lanes.protocol(at.lane), at.lane, at.env, w, published(at.lane), observed_,
                              [&](uint64_t offset, uint64_t n) { pages.ask(offset, n); });
   }
-  struct Place {
-    uint64_t lane, env, slot;
-  };
-  Place place(size_t i) const {
-    if (in_one_ring_) return {0, 0, static_cast<uint64_t>(slots_[i])};
-    return {lane_[i], physical_[i] / store_.geometry().lane_capacity % store_.geometry().envs, slot_[i]};
-  }
   // Where X lies in the rows: copies next.X of rows [from, to), of those that exist. It is mostly X of the row `ahead` rows later: that
   // one is copied for all of a block, and then those that are something else.
   template <bool kOneRing>
@@ -664,10 +696,6 @@ class RowReader {
   }
   // Of the lookup; of all rows, where `freeze` hides the newest ones: they tell where next.X of the others is.
   uint64_t published(uint64_t lane) const { return store_.lanes.is_frozen() ? store_.lanes.published_now(lane) : views_[lane].published; }
-  bool find_row(size_t i, uint64_t& sequence) const {
-    const Place at = place(i);
-    return sequences_[at.lane].find(at.slot, sequence);
-  }
   // The newest rows took next.X from their tails, whose places later pieces take: by then the rows behind them tell where it is.
   void settle_tails() {
     if (!store_.observations() || observed_.empty() || !some_from_tails_) return;

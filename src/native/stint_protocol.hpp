@@ -29,7 +29,9 @@ struct StintProtocol {
   Word* records;                        // kExtentWords of each extent; null: this store keeps none
 
   bool has_rows() const { return stored() > 0; }
-  bool is_full() const { return stored() >= rows.capacity; }
+  // Whether a lane has no room for the longest row that may come. (If only this row had to fit, the rest of a lane would get short
+  // stints of short rows, each with a new ticket, and its old rows would look new.)
+  bool is_full(uint64_t longest = 1) const { return stored() + longest > rows.capacity; }
   // How many rows the stint may still append.
   uint64_t left() const {
     const uint64_t at = Memory::load(rows.published), end = Memory::load(until);
@@ -37,14 +39,13 @@ struct StintProtocol {
   }
 
   // ---- the writer that has the turn ----
-  // Whether its stint goes on: no other writer began one here since, and it is not used up.
-  bool goes_on(uint64_t writer) const { return turns.continues(writer) && left() > 0; }
+  // Whether its stint goes on: no other writer began one here since, and it has room for what is needed at once.
+  bool goes_on(uint64_t writer, uint64_t need = 1) const { return turns.continues(writer) && left() >= need; }
   // How many rows a stint that begins now may append. `finishes`: the one before was overdue, and this one replaces the rows
-  // that it has left.
-  uint64_t room(bool finishes) const {
-    if (const uint64_t rest = finishes ? left() : 0; rest > 0) return rest;
-    const uint64_t there = stored();
-    return there < rows.capacity ? rows.capacity - there : rows.capacity;
+  // that it has left, if these are as many as are needed.
+  uint64_t room(bool finishes, uint64_t need = 1, uint64_t longest = 1) const {
+    if (const uint64_t rest = finishes ? left() : 0; rest >= need) return rest;
+    return is_full(longest) ? rows.capacity : rows.capacity - stored();
   }
   // Begins a stint of so many rows. A kill in between leaves the turn to a dead writer: who takes that over begins a stint of its own.
   template <class DrawTicket>
@@ -117,9 +118,9 @@ struct OverdueStints {
 
 // The lane in which the fewest and oldest rows are replaced: one that is not full before one that is, then one whose stint is
 // overdue, then the one whose stint began first. A hint, which `take_chosen` looks at again. `skips(lane, holder)`: this lane is
-// not taken now, as the writer whose turn it is (0: none) lives, or for another reason.
+// not taken now, as the writer whose turn it is (0: none) lives, or for another reason. `longest`: as `is_full`.
 template <class Memory, class StintsOf, class Skips>
-LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, Skips&& skips) {
+LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, Skips&& skips, uint64_t longest = 1) {
   OverdueStints overdue;
   for (uint64_t l = 0; l < lanes; ++l) {
     const auto stints = stints_of(l);
@@ -128,7 +129,7 @@ LaneChoice choose_lane(uint64_t lanes, StintsOf&& stints_of, Skips&& skips) {
   LaneChoice best;
   for (uint64_t l = 0; l < lanes; ++l) {
     const auto stints = stints_of(l);
-    LaneChoice next{l, stints.turns.holder(), Memory::load(stints.ticket), stints.is_full()};
+    LaneChoice next{l, stints.turns.holder(), Memory::load(stints.ticket), stints.is_full(longest)};
     next.is_overdue = next.is_full && overdue.has(lanes, next.ticket, stints.left());
     if ((best.any() && !next.comes_before(best)) || skips(l, next.holder)) continue;
     best = next;

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <span>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -81,9 +82,10 @@ class StintTurn {
   static constexpr double kPause = 5e-5, kLongestPause = 2e-3;
 
   // Waits for a lane; `pause(seconds)` lets other threads of this process run meanwhile. `here`: the earlier rows of the append.
+  // `need`: time steps that are to be in this lane, behind one another: 1, or the pages of a row.
   // Throws LanesBusy; QueueFull, which says nothing of the append; and SyncFailed where a dead writer's lane cannot be taken over.
   template <class Pause>
-  StintTurn(Store& store, RowsHere& here, Pause&& pause) : store_(store), here_(here) {
+  StintTurn(Store& store, RowsHere& here, Pause&& pause, uint64_t need = 1) : store_(store), here_(here), need_(need) {
     if (here_.are_all(store.lanes.count(), store.lanes.capacity())) here_.forget();
     if (take_own()) {
       note_start();
@@ -130,7 +132,7 @@ class StintTurn {
   Lanes::Stints stints() const { return store_.lanes.stints(lane_); }
   // How many rows can be appended in this turn.
   uint64_t room() const {
-    const uint64_t steps = std::min(begins_ ? stints().room(finishes_) : stints().left(), store_.lanes.capacity() - here_.in(lane_));
+    const uint64_t steps = std::min(begins_ ? room_of_stint() : stints().left(), store_.lanes.capacity() - here_.in(lane_));
     return keeps_rows_ ? std::min(steps, store_.lanes.queue(lane_).room()) : steps;
   }
   void begin() {
@@ -143,11 +145,12 @@ class StintTurn {
     const uint64_t ticket = store_.lanes.draw_ticket();
     stint.ticket_after = finishes_ ? OverdueStints::ticket_after(header.ticket.load(), ticket) : 0;
     record();  // S0
-    stints().begin(author, author, stint.position, stints().room(finishes_), [&] { return ticket; });
+    stints().begin(author, author, stint.position, room_of_stint(), [&] { return ticket; });
     stint.lane = lane_, begins_ = false;
   }
 
  private:
+  uint64_t room_of_stint() const { return stints().room(finishes_, need_, store_.lanes.longest()); }
   uint64_t published() const { return store_.lanes.lane(lane_).published.load(std::memory_order_relaxed); }
   void note_start() { from_ = published(); }
   void record() const {
@@ -165,7 +168,11 @@ class StintTurn {
     }
     const auto own = stints();
     if (store_.keeps_turn(lane_) ? store_.kept_for(lane_, stint) : own.turns.take(store_.writer())) {
-      if (own.goes_on(store_.author())) return true;
+      if (own.goes_on(store_.author(), need_)) return true;
+      if (own.goes_on(store_.author())) {  // a row is in one lane: the rest of the stint is left
+        own.set_end(0);
+        if (stint.ticket_after) own.set_ticket(stint.ticket_after);
+      }
       store_.give_turn_back(lane_);
     }
     stint.lane = Store::Stint::kNone;
@@ -184,7 +191,8 @@ class StintTurn {
           [&](uint64_t lane, uint64_t holder) {
             const bool is_kept = holder == store_.writer() && store_.keeps_turn(lane);
             return is_kept || is_full(lane) || here_.in(lane) > most_here || (holder && has(alive, holder));
-          });
+          },
+          lanes.longest());
       if (!choice.any()) {
         if (most_here > 0 || !here_.any()) return holder_ = alive.empty() ? 0 : alive.front(), false;
         most_here = lanes.capacity() - 1;
@@ -194,15 +202,16 @@ class StintTurn {
         alive.push_back(choice.holder);
         continue;
       }
-      lane_ = choice.lane, finishes_ = choice.is_overdue;
+      lane_ = choice.lane;
       if (!take_chosen<StdMemory>(stints(), choice, store_.writer())) continue;
+      finishes_ = choice.is_overdue && stints().left() >= need_;
       if (choice.holder) take_over_lane(store_, lane_, choice.holder);
       return true;
     }
   }
   static bool has(const std::vector<uint64_t>& some, uint64_t one) { return std::find(some.begin(), some.end(), one) != some.end(); }
-  // Whether a queue lets no row of a lane be replaced.
-  bool is_full(uint64_t lane) const { return keeps_rows_ && store_.lanes.queue(lane).room() == 0; }
+  // Whether a queue does not let as many rows of a lane be replaced as are needed.
+  bool is_full(uint64_t lane) const { return keeps_rows_ && store_.lanes.queue(lane).room() < need_; }
   [[noreturn]] void refuse(double seconds) const {
     const auto pid = holder_ & ((uint64_t{1} << kPidBits) - 1);
     char waited[32];
@@ -214,25 +223,27 @@ class StintTurn {
 
   Store& store_;
   RowsHere& here_;
+  const uint64_t need_;
   uint64_t lane_ = Store::Stint::kNone, holder_ = 0, from_ = 0;
   bool begins_ = false, finishes_ = false;
   const bool keeps_rows_ = keeps_rows(store_.lanes);
 };
 
 // The slots that the next n steps of this process go to, if no other process writes meanwhile: runs of (lane, sequence, steps).
+// Where rows have any length they are the pages of one row.
 struct LaneRun {
   uint64_t lane, first, steps;
 };
 inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   const Lanes& lanes = store.lanes;
-  const uint64_t capacity = lanes.capacity();
+  const uint64_t capacity = lanes.capacity(), longest = lanes.longest(), need = lanes.is_ragged() ? n : 1;
   struct Place {
     uint64_t here, ticket, published, stored, capacity, steps_left, ticket_after;
     struct {
       static uint64_t holder() { return 0; }
     } turns;
     uint64_t left() const { return steps_left; }
-    bool is_full() const { return stored == capacity; }
+    bool is_full(uint64_t longest) const { return stored + longest > capacity; }
   };
   struct Plain {
     static uint64_t load(uint64_t value) { return value; }
@@ -257,23 +268,26 @@ inline std::vector<LaneRun> next_runs(const Store& store, uint64_t n) {
   while (n > 0) {
     if (are_all_here())
       for (Place& place : places) place.here = 0;
-    if (!own || own->steps_left == 0) {
+    if (!own || own->steps_left < need) {
+      if (own && own->ticket_after) own->ticket = own->ticket_after;
+      if (own) own->steps_left = 0;
       const auto choose = [&](uint64_t most_here) {
         return choose_lane<Plain>(
-            lanes.count(), [&](uint64_t l) { return places[l]; }, [&](uint64_t l, uint64_t) { return places[l].here > most_here; });
+            lanes.count(), [&](uint64_t l) { return places[l]; }, [&](uint64_t l, uint64_t) { return places[l].here > most_here; },
+            longest);
       };
       LaneChoice choice = choose(0);
       if (!choice.any()) choice = choose(capacity - 1);
       own = &places[choice.lane];
-      if (!choice.is_overdue) own->steps_left = own->is_full() ? capacity : capacity - own->stored;
-      own->ticket_after = choice.is_overdue ? OverdueStints::ticket_after(own->ticket, tickets + 1) : 0;
+      const bool finishes = choice.is_overdue && own->steps_left >= need;
+      if (!finishes) own->steps_left = own->is_full(longest) ? capacity : capacity - own->stored;
+      own->ticket_after = finishes ? OverdueStints::ticket_after(own->ticket, tickets + 1) : 0;
       own->ticket = ++tickets;
     }
     const uint64_t take = std::min({n, own->steps_left, capacity - own->here});
     runs.push_back({static_cast<uint64_t>(own - places.data()), own->published, take});
     own->steps_left -= take, own->here += take, own->published += take, own->stored = std::min(capacity, own->stored + take);
     if (own->here == capacity && !are_all_here()) own->steps_left = 0;
-    if (own->steps_left == 0 && own->ticket_after) own->ticket = own->ticket_after;
     n -= take;
   }
   return runs;
@@ -316,6 +330,25 @@ inline void append_in_stints(Store& store, const std::vector<LeafSource>& leaves
     throw LanesBusy(busy.what() + written(done, n));
   } catch (const NoRoomForUnits& full) {
     throw NoRoomForUnits(full.what() + written(done, n));
+  }
+}
+
+// Appends a row in one lane, and returns the slot of its head; `pages`: how many it takes.
+template <class Pause>
+inline uint64_t append_row_in_stint(Store& store, std::span<const uint8_t> row, uint64_t pages, Pause&& pause) {
+  RowWriter writer(store);
+  RowsHere here;
+  try {
+    for (;;) {
+      StintTurn turn(store, here, pause, pages);
+      if (turn.room() < pages) continue;  // of a queue, whose room another writer took
+      const uint64_t lane = turn.lane();
+      writer.prepare(lane, pages, {});  // may fail: before the stint and the row
+      if (turn.begins()) turn.begin();
+      return lane * store.lanes.capacity() + writer.append_row(lane, row, pages) % store.lanes.capacity();
+    }
+  } catch (const LanesBusy& busy) {
+    throw LanesBusy(busy.what() + written(0, 1));
   }
 }
 

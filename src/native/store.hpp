@@ -29,6 +29,7 @@ struct StoreSpec {
   bool extents = false;       // each lane tells whose rows it has
   bool observations = false;  // some are kept beside the rows: see `Store::keep_observations`
   bool flow = true;           // rows can be removed; false: as an engram made it that knew nothing of it
+  bool ragged = false;        // rows have any length: see `RowHead`
 };
 
 // The names of these features, lowest bit first, with commas between.
@@ -51,11 +52,14 @@ inline StoreGeometry geometry_of(const StoreSpec& s) {
   if (s.trailer && s.payload_bytes == 0) refuse("rows without bytes have no trailer");
   if (s.alignment < 8 || s.alignment > 64 || (s.alignment & (s.alignment - 1))) refuse("alignment must be 8 to 64");
   if (s.store_id.size() != 16) refuse("store_id must have 16 bytes");
+  if (s.ragged && (s.payload_bytes < sizeof(RowHead) || s.payload_bytes % 8))
+    refuse("pages of rows of any length have a multiple of 8 bytes, at least 8; got " + std::to_string(s.payload_bytes));
+  if (s.ragged && (s.envs > 1 || s.observations)) refuse("rows of any length are those of one environment, and hold all that they have");
   StoreGeometry h{};
   std::memcpy(h.magic, kMagic, 8);
   h.version = kVersion, h.lane_version = kLaneVersion;
   h.features = (s.trailer ? kHasTrailer : 0) | (s.extents ? kHasExtents : 0) | (s.observations ? kHasObservations : 0) |
-               (s.flow ? kHasFlow : 0);
+               (s.flow ? kHasFlow : 0) | (s.ragged ? kIsRagged : 0);
   const std::string names = feature_names(h.features);
   std::memcpy(h.feature_names, names.data(), std::min(names.size(), sizeof h.feature_names));
   h.lanes = s.lanes, h.lane_capacity = s.lane_capacity, h.envs = s.envs, h.payload_bytes = s.payload_bytes;
@@ -113,7 +117,8 @@ inline StoreGeometry checked_geometry(const uint8_t* file, size_t bytes) {
     refuse("the file has " + std::to_string(bytes) + " bytes, its header needs " + std::to_string(h.total_bytes));
   if (h.layout_bytes > bytes || h.layout_offset > bytes - h.layout_bytes) refuse("the header points outside the file");
   StoreSpec spec{h.lanes, h.lane_capacity, h.envs, h.payload_bytes, 8, (h.features & kHasTrailer) != 0, "", "",
-                 (h.features & kHasExtents) != 0, (h.features & kHasObservations) != 0, (h.features & kHasFlow) != 0};
+                 (h.features & kHasExtents) != 0, (h.features & kHasObservations) != 0, (h.features & kHasFlow) != 0,
+                 (h.features & kIsRagged) != 0};
   spec.layout.assign(reinterpret_cast<const char*>(file) + h.layout_offset, h.layout_bytes);
   spec.store_id.assign(reinterpret_cast<const char*>(h.store_id), 16);
   for (spec.alignment = 8; spec.alignment < 64 && geometry_of(spec).row_stride != h.row_stride; spec.alignment *= 2) {}

@@ -74,11 +74,13 @@ def store(
     alignment: int = 8,
     layout: bytes = b"{}",
     extents: bool = False,
+    ragged: bool = False,
 ) -> _native.Store:
     if fd >= 0:
         size = _native.Store.size_needed(lanes, capacity, strands, payload, alignment, trailer, len(layout))
         os.ftruncate(fd, max(size, os.fstat(fd).st_size))
-    return _native.Store.create(fd, lanes, capacity, strands, payload, alignment, trailer, layout, STORE_ID, extents)
+    how = (fd, lanes, capacity, strands, payload, alignment, trailer, layout, STORE_ID, extents)
+    return _native.Store.create(*how, ragged=ragged)
 
 
 @contextlib.contextmanager

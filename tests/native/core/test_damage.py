@@ -145,9 +145,9 @@ def test_versions_features_and_ids(tmp_path: Path, image: bytes) -> None:
     for at, new, said in (
         (0, b"NOT", "first bytes"), (8, b"\x01", "version 1"), (12, b"\x02", "version 2 of its lanes' blocks"),
         (block, b"\x07", "the block of lane 1 has version 7"),
-        (16, b"\x19", r"the feature without a name \(bit 4\)"), (24, b"traiLers", "contradicts"),
-        (16, b"\x19\0\0\0\0\0\0\0trailers,flow,arena", r"the feature 'arena' \(bit 4\).*newer"),
-        (16, b"\x10\0\0\0\0\0\0\0\xff\0", r"the feature '\?' \(bit 4\)"),
+        (16, b"\x29", r"the feature without a name \(bit 5\)"), (24, b"traiLers", "contradicts"),
+        (16, b"\x29\0\0\0\0\0\0\0trailers,flow,arena", r"the feature 'arena' \(bit 5\).*newer"),
+        (16, b"\x20\0\0\0\0\0\0\0\xff\0", r"the feature '\?' \(bit 5\)"),
     ):  # fmt: skip
         made = bytearray(image)
         made[at : at + len(new)] = new
