@@ -45,12 +45,12 @@ $(MODEL)/%: tests/model/%.cpp tests/model/memory.hpp $(wildcard src/native/*_pro
 
 # What readers of a lane may believe, in random executions and in every one of small lanes; then each fence taken away, and
 # each step moved, which must make them believe something wrong (docs/memory-model.md). Some minutes on two cores: those of
-# observations, removed rows and queues are a tenth as many unless EXECUTIONS says how many.
+# observations, removed rows, queues and rows of any length are a tenth as many unless EXECUTIONS says how many.
 model:
 	@echo '#include <relacy/base.hpp>' | $(CXX) -x c++ -fsyntax-only - 2>/dev/null || \
 	  { echo "make model needs the headers of Relacy: apt-get install relacy-dev (Debian, Ubuntu)"; exit 1; }
 	@echo "building tests/model into $(MODEL): half a minute, once"
-	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns $(MODEL)/stints $(MODEL)/streams $(MODEL)/once $(MODEL)/removed $(MODEL)/queue
+	@$(MAKE) --no-print-directory -j2 $(MODEL)/words $(MODEL)/append $(MODEL)/edit $(MODEL)/turns $(MODEL)/stints $(MODEL)/streams $(MODEL)/once $(MODEL)/removed $(MODEL)/queue $(MODEL)/ragged
 	@$(MODEL)/words
-	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS) && $(MODEL)/streams $(EXECUTIONS) && $(MODEL)/removed $(or $(EXECUTIONS),100000) && $(MODEL)/queue $(or $(EXECUTIONS),100000) && $(MODEL)/once $(or $(EXECUTIONS),100000); } >$(MODEL)/rest.txt & rest=$$!; \
+	@{ $(MODEL)/edit $(EXECUTIONS) && $(MODEL)/turns $(EXECUTIONS) && $(MODEL)/streams $(EXECUTIONS) && $(MODEL)/removed $(or $(EXECUTIONS),100000) && $(MODEL)/queue $(or $(EXECUTIONS),100000) && $(MODEL)/once $(or $(EXECUTIONS),100000) && $(MODEL)/ragged $(or $(EXECUTIONS),100000); } >$(MODEL)/rest.txt & rest=$$!; \
 	  { $(MODEL)/append $(EXECUTIONS) && $(MODEL)/stints $(EXECUTIONS); }; failed=$$?; wait $$rest || failed=1; cat $(MODEL)/rest.txt; exit $$failed

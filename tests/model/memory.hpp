@@ -102,6 +102,10 @@ enum class Wrong {
   kSeekLeavesKept,
   kSeekOrdersNothing,
   kCommitBeforeSave,
+  kRowInPieces,
+  kLengthAfterCheck,
+  kSeamsNotRead,
+  kNeedForgotten,
 };
 inline Wrong wrong = Wrong::kNothing;
 inline std::optional<Order> without;             // this access is relaxed, or this fence is not there

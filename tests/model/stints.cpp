@@ -21,13 +21,16 @@ struct ExtentMemory : Memory {
 
 using Stints = engram::StintProtocol<Memory, ExtentMemory>;
 
-// Each writer appends kExtends batches of 1 to kPiece + 1 rows, in pieces of kPiece at most.
-template <uint64_t kLanes, uint64_t kCapacity, uint64_t kExtents, uint64_t kPiece, uint64_t kExtends>
-struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExtends>, 4> {
+// Each writer appends kExtends batches of 1 to kPiece + 1 rows, in pieces of kPiece at most; or, where kLongest is above 1, rows of 1 to
+// kLongest pages, each in one piece.
+template <uint64_t kLanes, uint64_t kCapacity, uint64_t kExtents, uint64_t kPiece, uint64_t kExtends, uint64_t kLongest = 1>
+struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExtends, kLongest>, 4> {
   static constexpr bool kExhaustive = false;
   static constexpr unsigned kWriters = 3, kLooks = 2, kLongestPause = 120;
-  static constexpr uint64_t kStores = kExtends * (kPiece + 1) * 12;
-  static constexpr uint64_t kMostRows = kCapacity + 2 * kWriters * kExtends * (kPiece + 1);
+  static constexpr bool kIsRagged = kLongest > 1;
+  static constexpr uint64_t kMost = kIsRagged ? kLongest : kPiece + 1;  // of an extend
+  static constexpr uint64_t kStores = kExtends * kMost * 12;
+  static constexpr uint64_t kMostRows = kCapacity + 2 * kWriters * kExtends * kMost;
   static constexpr uint64_t kNoLane = engram::LaneChoice::kNone;
 
   struct Stored {
@@ -39,7 +42,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
   struct {
     uint64_t tag;
     bool seam;
-    uint64_t stream, position;
+    uint64_t stream, position, published;  // with it: where its piece ends
   } truth[kLanes][kMostRows];  // of each row
   // What is true, whatever a thread sees of it.
   struct {
@@ -67,7 +70,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
       for (Word& w : s.records) w.name = "extent", Memory::store(w, 0);
       Memory::store(s.records[2], l * kCapacity);
       Memory::store(s.ticket, full ? l + 1 : 0), Memory::store(s.until, full ? kCapacity : 0);
-      for (uint64_t w = 0; w < kCapacity; ++w) truth[l][w] = {s.lane.tag(w, 0), false, 0, l * kCapacity + w};
+      for (uint64_t w = 0; w < kCapacity; ++w) truth[l][w] = {s.lane.tag(w, 0), false, 0, l * kCapacity + w, kCapacity};
       real.appending[l] = 0, real.ticket[l] = full ? l + 1 : 0;
     }
     for (unsigned i = 0; i < kWriters; ++i) real.lane_of[i] = kNoLane, real.rows_of[i] = 0;
@@ -79,7 +82,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
     try {
       Writer me{i, number(i)};
       for (uint64_t k = 0; k < kExtends; ++k) {
-        extend(me, 1 + rl::rand(kPiece + 1));
+        extend(me, 1 + rl::rand(kMost));
         // Long enough for others to begin stints in its lane.
         for (unsigned pause = rl::rand(2) == 0 ? rl::rand(kLongestPause) : 0; pause > 0; --pause) of_first.is_free();
       }
@@ -99,18 +102,19 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
   static uint64_t number(unsigned i) { return i == 2 && wrong == Wrong::kNumberGivenTwice ? 1 : i + 1; }
 
   void extend(Writer& me, uint64_t n) {
+    const uint64_t need = kIsRagged ? n : 1;
     while (n > 0) {
       bool begins = false;
-      if (me.lane == kNoLane || !take_own(me)) begins = take_another(me);
+      if (me.lane == kNoLane || !take_own(me, need)) begins = take_another(me, need);
       const uint64_t l = me.lane, from = Memory::load(stored[l].lane.published);
       Stints here = stints(l);
       if (begins) {
         begins = here.has_rows();
-        begin(me, here);
+        begin(me, here, need);
       }
-      const uint64_t take = std::min({n, here.left(), uint64_t{1} + rl::rand(kPiece)});
-      RL_ASSERT(take > 0);
-      append(me, here, take, begins);
+      const uint64_t take = kIsRagged ? n : std::min({n, here.left(), uint64_t{1} + rl::rand(kPiece)});
+      RL_ASSERT(take > 0 && take <= here.left());
+      append(me, here, take, begins || kIsRagged);
       if (wrong == Wrong::kExtentAfterRows && real.lane_of[me.thread] != l) here.record(from, me.stream(), me.position - take);
       if (wrong == Wrong::kLastWriterAfterRows) here.turns.begin_rows(me.number);
       real.lane_of[me.thread] = l, n -= take;
@@ -130,20 +134,20 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
     Lane<kCapacity>& lane = stored[me.lane].lane;
     here.rows.append(n, begins, [&](uint64_t at) {
       for (uint64_t w = at; w < at + n; ++w) {
-        truth[me.lane][w] = {lane.tag(w, me.thread + 1), begins && w == at, me.stream(), me.position + (w - at)};
+        truth[me.lane][w] = {lane.tag(w, me.thread + 1), begins && w == at, me.stream(), me.position + (w - at), at + n};
         lane.put(w, truth[me.lane][w].tag);
       }
     });
     me.position += n, real.rows_of[me.thread] += n;
   }
-  void begin(Writer& me, const Stints& here) {
+  void begin(Writer& me, const Stints& here, uint64_t need) {
     const auto draw = [&] {
       Memory::step();
       const uint64_t drawn = tickets.fetch_add(1, rl::mo_relaxed, tickets.here()) + 1, overdue = Memory::load(here.ticket);
       me.ticket_after = me.finishes ? engram::OverdueStints::ticket_after(overdue, drawn) : 0;
       return real.ticket[me.lane] = drawn;
     };
-    const uint64_t from = Memory::load(here.rows.published), rows = here.room(me.finishes);
+    const uint64_t from = Memory::load(here.rows.published), rows = here.room(me.finishes, need, kLongest);
     switch (wrong) {
       default: return here.begin(me.number, me.stream(), me.position, rows, draw);
       case Wrong::kExtentAfterRows:
@@ -163,21 +167,28 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
     real.appending[me.lane] = me.thread + 1;
   }
   // Takes the turn in the lane of its stint; false: the stint has ended.
-  bool take_own(Writer& me) {
+  bool take_own(Writer& me, uint64_t need) {
     const Stints own = stints(me.lane);
     if (wrong == Wrong::kOwnWithoutExchange) return own.goes_on(me.number) && (enter(me), true);
     if (own.turns.take(me.number)) {
-      if (wrong == Wrong::kOwnWithoutLastWriter ? own.left() > 0 : own.goes_on(me.number)) return enter(me), true;
+      if (wrong == Wrong::kOwnWithoutLastWriter ? own.left() > 0 : own.goes_on(me.number, wrong == Wrong::kNeedForgotten ? 1 : need))
+        return enter(me), true;
+      if (own.goes_on(me.number)) leave_rest(me, own);
       own.turns.give_back();
     }
     return me.lane = kNoLane, false;
   }
-  bool take_another(Writer& me) {
+  // As `StintTurn`: a row is in one lane.
+  void leave_rest(const Writer& me, const Stints& own) {
+    own.set_end(0);
+    if (me.ticket_after) own.set_ticket(real.ticket[me.lane] = me.ticket_after);
+  }
+  bool take_another(Writer& me, uint64_t need) {
     for (;; rl::yield(1, $)) {
       const engram::LaneChoice choice = engram::choose_lane<Memory>(
-          kLanes, [&](uint64_t l) { return stints(l); }, [&](uint64_t, uint64_t holder) { return holder && !is_dead(me, holder); });
+          kLanes, [&](uint64_t l) { return stints(l); }, [&](uint64_t, uint64_t holder) { return holder && !is_dead(me, holder); }, kLongest);
       if (!choice.any() || !take(me, choice)) continue;
-      me.lane = choice.lane, me.finishes = choice.is_overdue;
+      me.lane = choice.lane, me.finishes = choice.is_overdue && stints(choice.lane).left() >= need;
       enter(me);
       // A writer that died between drawing its ticket and storing it has begun no stint.
       RL_ASSERT(choice.holder || real.ticket[choice.lane] == choice.ticket);
@@ -217,6 +228,7 @@ struct MoveOn : rl::test_suite<MoveOn<kLanes, kCapacity, kExtents, kPiece, kExte
         const auto& t = truth[l][w];
         RL_ASSERT(rows[w % kCapacity].is(t.tag));
         RL_ASSERT(seam[w % kCapacity] == t.seam);
+        RL_ASSERT(!kIsRagged || v.published >= t.published);
         ++believed.rows, believed.seams += t.seam;
         for (uint64_t e = x.published; e-- > x.first;) {
           const engram::Extent& extent = extents[e % kExtents];
@@ -254,6 +266,10 @@ int main(int argc, char** argv) {
   ok &= run<MoveOn<3, 1, 1, 1, 3>>({"everything in place: 3 lanes of 1 row, 1 extent each"}, executions);
   ok &= run<MoveOn<2, 3, 2, 2, 2>>({"everything in place: 2 lanes of 3 rows, 2 extents each"}, executions);
   ok &= run<MoveOn<1, 3, 3, 2, 2>>({"everything in place: 1 lane of 3 rows"}, executions);
+  using Ragged = MoveOn<2, 4, 2, 1, 3, 2>;
+  ok &= run<Ragged>({"everything in place: 2 lanes of 4 pages, rows of 1 and 2"}, executions);
+  ok &= run<MoveOn<3, 3, 1, 1, 2, 3>>({"everything in place: 3 lanes of 3 pages, rows of 1 to 3"}, executions);
+  ok &= run<Ragged>({"a stint goes on without room for the row", {}, Wrong::kNeedForgotten}, executions);
   // Needed where rows are written in turns alone; here who takes over begins a stint of its own.
   ok &= run<Test>({"L4 after the rows, which does no harm", {}, Wrong::kLastWriterAfterRows, {}, true}, executions);
   ok &= run<Test>(
