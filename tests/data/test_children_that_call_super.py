@@ -93,6 +93,8 @@ STORAGES = {
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A queue without rows is an error at once, in shared storages, too: these programs have one thread."""
     monkeypatch.setattr("engram.data.replay_buffers.buffers.waiting.nobody_else", lambda lanes: True)
+    # Which tells how many seconds ago each process wrote, and is compared with what another run of the program gave.
+    monkeypatch.setattr("engram.data.replay_buffers.buffers.waiting.writers_shown", lambda lanes: "")
 
 
 #: Those in which a writer that keeps the best may replace rows.
