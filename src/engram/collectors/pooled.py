@@ -70,7 +70,7 @@ class PooledCollector(BackgroundCollector):
         while not (ready := self._pool.wait(workers, interval)):
             if background is not None:
                 background.raise_if_abandoned()
-                if background.is_current and self._only_waits(workers) and background.let_in():
+                if self._only_waits(workers) and background.is_current and background.let_in():
                     return []
             if (late := self._pool.overdue()) is not None:
                 self._end_overdue(*late)
