@@ -271,9 +271,6 @@ def exists(combo: Combo) -> bool:
     Only stores with a name are reopened; where writers move from lane to lane, who opens one does not write where its
     predecessor would have.
     """
-    # Not known yet: which draws are prepared ahead beside a limiter depends on the scheduler.
-    if combo.prefetch and combo.limiter != "none":
-        return False
     return combo.way != "reopened" or (combo.storage.startswith("named") and combo.place.lanes == 1)
 
 
@@ -357,8 +354,6 @@ def product() -> Iterator[Combo]:
     turns = {name: itertools.cycle(chance.sample(LEVELS[name] * 7, len(LEVELS[name]) * 7)) for name in others}
     for s, d, w, c in itertools.product(STORAGES, SAMPLERS, WRITERS, CHECKPOINTERS):
         combo = Combo(s, d, w, checkpointer=c, **{name: next(turns[name]) for name in others})
-        if combo.prefetch:
-            combo = combo._replace(limiter="none")
         if combo.way == "in memory" or not exists(combo):
             combo = combo._replace(way="incremental")
         if combo.is_queue:

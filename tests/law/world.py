@@ -163,10 +163,12 @@ def use_prompt_threads(patch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-    """A block after which nothing is being prepared."""
-    yield
-    while _running:
-        concurrent.futures.wait([_running.pop()])
+    """A block after which nothing is being prepared, also where it fails in its middle."""
+    try:
+        yield
+    finally:
+        while _running:
+            concurrent.futures.wait([_running.pop()])
 
 
 # ---- a buffer in the middle of its life, and the steps that it can take ----
