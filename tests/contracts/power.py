@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -61,6 +62,31 @@ class Disk:
     def images(self) -> Iterator[bytes]:
         """Everything that the disk may hold; for a few versions of a few pages."""
         return map(b"".join, itertools.product(*self._versions))
+
+
+class Cut(Protocol):
+    """A store whose writers live, die and flush while its disk is looked at, until the power is cut."""
+
+    draw: random.Random
+    disk: Disk
+    fd: int
+
+    def extend(self) -> None: ...
+    def kill_inside(self) -> None: ...
+    def flush(self) -> None: ...
+    def cut(self) -> None: ...
+
+
+def live_and_cut(world: Cut, extends: int, kills: int) -> None:
+    """Some lives of a store, each of which ends with a power cut; so many extends and kills come for each flush."""
+    try:
+        for _ in range(world.draw.randrange(1, 4)):
+            for _ in range(world.draw.randrange(5, 40)):
+                world.draw.choices((world.extend, world.kill_inside, world.flush), (extends, kills, 1))[0]()
+                world.disk.look()
+            world.cut()
+    finally:
+        os.close(world.fd)
 
 
 class MappedFile(Disk):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from contracts.power import Disk
+from contracts.power import Disk, live_and_cut
 from contracts.programs import run_program
 from engram import _native
 from native.core.support import HEADER_BYTES, LANE_BYTES, store
@@ -131,23 +131,11 @@ class World:
         self.begin()
 
 
-def run(path: Path, seed: int) -> None:
-    world = World(path, seed)
-    try:
-        for _ in range(world.draw.randrange(1, 4)):
-            for _ in range(world.draw.randrange(5, 40)):
-                world.draw.choices((world.extend, world.kill_inside, world.flush), (8, 3, 1))[0]()
-                world.disk.look()
-            world.cut()
-    finally:
-        os.close(world.fd)
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("trials", [60, pytest.param(3000, marks=[pytest.mark.deep, pytest.mark.long])])
 def test_a_power_cut_leaves_whole_rows(tmp_path: Path, trials: int) -> None:
     for seed in range(trials):
-        run(tmp_path / "store", seed)
+        live_and_cut(World(tmp_path / "store", seed), extends=8, kills=3)
 
 
 @pytest.mark.deep

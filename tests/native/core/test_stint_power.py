@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from contracts.power import Disk
+from contracts.power import Disk, live_and_cut
 from engram import _native
 from native.core.support import HEADER_BYTES, LANE_BYTES, Array, store, words
 
@@ -124,20 +124,8 @@ class World:
                 before = row
 
 
-def run(path: Path, seed: int) -> None:
-    world = World(path, seed)
-    try:
-        for _ in range(world.draw.randrange(1, 4)):
-            for _ in range(world.draw.randrange(5, 40)):
-                world.draw.choices((world.extend, world.kill_inside, world.flush), (8, 1, 1))[0]()
-                world.disk.look()
-            world.cut()
-    finally:
-        os.close(world.fd)
-
-
 @pytest.mark.deep
 @pytest.mark.parametrize("trials", [60, pytest.param(3000, marks=[pytest.mark.deep, pytest.mark.long])])
 def test_what_a_power_cut_leaves_is_whole_and_joins_no_two_writers(tmp_path: Path, trials: int) -> None:
     for seed in range(trials):
-        run(tmp_path / "store", seed)
+        live_and_cut(World(tmp_path / "store", seed), extends=8, kills=1)
