@@ -584,10 +584,10 @@ class MultiCollector(PooledCollector, HasSpaces):
     def _report_filling(self, begins: bool) -> None:
         # Idle workers that have the storage open could write, for all that a loop over a queue knows.
         if not begins and self._is_attached and self._has_all_frames and not self._is_anything_pending:
-            with contextlib.suppress(WorkerError):
-                for k in range(self.num_workers):
+            for k in range(self.num_workers):
+                with contextlib.suppress(WorkerError):  # one that has died has nothing open
                     self._request(k, CollectorProcess.detach_buffer)
-                self._is_attached = False
+            self._is_attached = False
         super()._report_filling(begins)
 
     # ---- weights, seeds, states ----
